@@ -1,0 +1,139 @@
+"""What the measurements ran on: the GPU and its datasheet bandwidth, the CPU, the versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minikernel
+
+#: Memory bandwidth by datasheet in 1e9 bytes a second; the first name found in the device's is it.
+HBM_PEAK_GBS = {
+    "B300": 8000,
+    "B200": 8000,
+    "GB200": 8000,
+    "H200": 4800,
+    "H100 NVL": 3938,
+    "H100 PCIe": 2039,
+    "H100": 3350,
+    "A100-SXM4-80GB": 2039,
+    "A100 80GB PCIe": 1935,
+    "A100": 1555,
+    "A30": 933,
+    "A10G": 600,
+    "A10": 600,
+    "L40S": 864,
+    "L40": 864,
+    "L4": 300,
+    "V100": 900,
+    "T4": 320,
+    "RTX 5090": 1792,
+    "RTX 4090": 1008,
+    "RTX 3090 Ti": 1008,
+    "RTX 3090": 936,
+}
+
+
+def has_torch() -> bool:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def has_gpu() -> bool:
+    """Whether PyTorch is here and sees an NVIDIA GPU."""
+    if not has_torch():
+        return False
+    import torch
+
+    return torch.cuda.is_available() and torch.version.cuda is not None
+
+
+def hbm_peak_gbs(model: str, memory_clock_khz: int = 0, bus_bits: int = 0) -> float | None:
+    """Datasheet bandwidth by the device's name, or else what its memory clock and bus width allow."""
+    for name, peak in HBM_PEAK_GBS.items():
+        if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", model):
+            return float(peak)
+    return 2 * memory_clock_khz * 1e3 * bus_bits / 8 * 1e-9 or None
+
+
+def gpu() -> dict[str, Any]:
+    """The ``gpu`` object of a result; measures the copy bandwidth, which also warms the GPU up."""
+    import torch
+
+    from .timing import GraphTimer
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    xs, ys = torch.zeros(2, 1 << 27, device="cuda"), torch.empty(2, 1 << 27, device="cuda")
+    torch.neg(xs[0], out=ys[0])
+    torch.cuda.synchronize()
+    timer = GraphTimer(lambda i: torch.neg(xs[i], out=ys[i]), 2, first=3e-4)
+    timer.seconds(limit=0.3)
+    seconds = timer.seconds()
+    return {
+        "model": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "sm_count": properties.multi_processor_count,
+        "hbm_peak_gbs": hbm_peak_gbs(
+            properties.name,
+            getattr(properties, "memory_clock_rate", 0),
+            getattr(properties, "memory_bus_width", 0),
+        ),
+        "copy_gbs": round(2 * xs[0].nbytes / seconds * 1e-9, 1),
+    }
+
+
+def cache_bytes() -> int:
+    """Size of the current GPU's L2 cache."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+
+
+def cpu() -> str:
+    """The CPU's model and how many cores this process may use."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (match := re.search(r"model name\s*:\s*(.+)", info.read_text(encoding="utf-8"))):
+        model = match[1].strip()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model} ({cores} cores)"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what is installed here; frameworks aren't imported."""
+    found = {"python": platform.python_version()}
+    found |= {"numpy": np.__version__, "minikernel": minikernel.__version__}
+    for name, distributions in {
+        "torch": ("torch",),
+        "triton": ("triton",),
+        "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
+        "nvrtc": ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"),
+    }.items():
+        for distribution in distributions:
+            try:
+                found[name] = version(distribution)
+                break
+            except PackageNotFoundError:
+                continue
+    if driver := _driver():
+        found["driver"] = driver
+    return found
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer[0] if answer else None

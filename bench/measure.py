@@ -1,0 +1,237 @@
+"""From tasks to records: each result is checked against float64 first, and timed only if it is right."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from minikernel import BackendError
+from minikernel.problem import ITEMSIZE
+
+from .buffers import PLACEMENTS, Buffers
+from .peers import COPY, Impl
+from .records import OK, Record
+from .reference import Reference, Verdict
+from .shapes import DTYPES, Case, Task
+from .spaces import Space
+from .timing import GraphTimer, host_seconds, once
+
+#: A single call longer than this isn't worth timing.
+SLOW_SECONDS = {"cuda": 0.05, "cpu": 0.1}
+#: How long host time is measured; on a CPU it is all there is.
+_HOST_SECONDS = {"cuda": 0.03, "cpu": 0.1}
+#: From this many elements up, a CPU's time per element predicts that of larger arrays.
+_PREDICTIVE_ELEMENTS = 1 << 16
+
+_REFUSALS = (ValueError, BackendError, NotImplementedError)
+
+
+class _Subject:
+    """A task with its arrays, made when first needed and shared by all implementations."""
+
+    def __init__(self, task: Task, space: Space, cache_bytes: int, source: np.ndarray | None) -> None:
+        self.task, self._space, self._cache_bytes, self._source = task, space, cache_bytes, source
+        self.copy_seconds: tuple[float | None, float] | None = None
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        return Buffers(self.task, self._space, self._cache_bytes, self._source)
+
+    @cached_property
+    def reference(self) -> Reference:
+        return Reference(self.buffers.inputs[0], self.task.case.dim, self.task.dtype, self._space)
+
+
+class Bench:
+    """Measures implementations on tasks, in one space.
+
+    Args:
+        space: Where the arrays live.
+        impls: Who is measured, in order; the copy, if there, first, since it chooses where outputs lie.
+        ops: ``"softmax"``, ``"log_softmax"`` or both.
+        cache_bytes: Size of the device's last cache; 0 for a CPU.
+        deadline: Value of ``time.monotonic()`` after which nothing more is measured.
+        sources: Values for the cases that have a label; the others are random.
+        slow: Seconds; a call that takes longer isn't timed.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        impls: Sequence[Impl],
+        ops: Sequence[str],
+        *,
+        cache_bytes: int = 0,
+        deadline: float = math.inf,
+        sources: dict[str, np.ndarray] | None = None,
+        slow: float | None = None,
+    ) -> None:
+        self.space, self.impls, self.ops = space, impls, ops
+        self._cache_bytes, self._deadline, self._sources = cache_bytes, deadline, sources or {}
+        self._slow = SLOW_SECONDS[space.device] if slow is None else slow
+        self._seconds_per_element: dict[tuple[str, str, str], float] = {}
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Record]:
+        """A record for each task, op and implementation, as each is ready."""
+        for task in tasks:
+            subject = _Subject(task, self.space, self._cache_bytes, self._sources.get(task.case.label))
+            for op in self.ops:
+                for impl in self.impls:
+                    yield self._measure(impl, op, subject)
+
+    def _measure(self, impl: Impl, op: str, subject: _Subject) -> Record:
+        task = subject.task
+        if reason := self._not_worth_trying(impl, op, task):
+            return record(impl.name, op, task, status=f"skipped: {reason}")
+        try:
+            return self._copy(impl, op, subject) if impl.name == COPY else self._softmax(impl, op, subject)
+        except _REFUSALS as error:
+            return record(impl.name, op, task, status=f"unsupported: {one_line(error)}")
+        except Exception as error:
+            if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
+                return record(impl.name, op, task, status="skipped: memory")
+            how = f"raised {type(error).__name__}: {one_line(error)}"
+            return record(impl.name, op, task, status=f"wrong: {how}")
+
+    def _not_worth_trying(self, impl: Impl, op: str, task: Task) -> str | None:
+        if reason := unmeasurable(task.case, task.dtype):
+            return reason
+        if time.monotonic() > self._deadline:
+            return "budget"
+        if impl.name == COPY:  # alone, it compares with nothing
+            others = [self._not_worth_trying(other, op, task) for other in self.impls if other.name != COPY]
+            return "slow" if others and all(others) else None
+        pace = self._seconds_per_element.get((impl.name, op, task.dtype), 0.0)
+        return "slow" if pace * task.case.elements > self._slow else None
+
+    def _softmax(self, impl: Impl, op: str, subject: _Subject) -> Record:
+        task, buffers = subject.task, subject.buffers
+        dim = task.case.dim
+
+        def into(i: int) -> Any:
+            return impl.into(op, buffers.inputs[i], dim, buffers.outputs[i])
+
+        buffers.poison()
+        verdict = subject.reference.check(op, into(0))
+        if verdict.fault:
+            return self._wrong(impl, op, task, verdict)
+        first = once(into, self.space.synchronize)
+        self._remember_pace(impl, op, task, first)
+        if first > self._slow:
+            return self._judged(impl, op, task, verdict, "skipped: slow")
+
+        kernel = None
+        if self.space.device == "cuda":
+            timer = GraphTimer(into, len(buffers), first)
+            buffers.poison()
+            timer.replay()
+            replayed = subject.reference.check(op, timer.results[0])
+            if replayed.fault:
+                return self._wrong(impl, op, task, replayed, " in a CUDA graph")
+            kernel = timer.seconds()
+            del timer
+        host = self._host_seconds(impl.eager(op, dim), buffers.inputs, first)
+        return self._judged(impl, op, task, verdict, OK, kernel, host)
+
+    def _host_seconds(self, call: Callable[[Any], Any], inputs: Sequence[Any], first: float) -> float:
+        return host_seconds(call, inputs, first, self.space.synchronize, _HOST_SECONDS[self.space.device])
+
+    def _copy(self, impl: Impl, op: str, subject: _Subject) -> Record:
+        task, buffers = subject.task, subject.buffers
+        if subject.copy_seconds is None:
+            subject.copy_seconds = self._time_copy(impl, buffers)
+        return record(impl.name, op, task, *subject.copy_seconds)
+
+    def _time_copy(self, impl: Impl, buffers: Buffers) -> tuple[float | None, float]:
+        """Device and host seconds of the copy; leaves the outputs where the copy was fastest."""
+
+        def into(i: int) -> Any:
+            return impl.into("", buffers.plain[i], -1, buffers.outputs[i])
+
+        into(0)
+        first = once(into, self.space.synchronize)
+        kernel = None
+        if self.space.device == "cuda":
+            found = {}
+            for placement in PLACEMENTS:
+                buffers.place(placement)
+                timer = GraphTimer(into, len(buffers), first)
+                timer.replay()
+                found[placement] = timer.seconds()
+                del timer
+            best = min(found, key=found.__getitem__)
+            buffers.place(best)
+            kernel = found[best]
+        return kernel, self._host_seconds(impl.eager("", -1), buffers.plain, first)
+
+    def _remember_pace(self, impl: Impl, op: str, task: Task, seconds: float) -> None:
+        if self.space.device == "cpu" and task.case.elements >= _PREDICTIVE_ELEMENTS:
+            key, pace = (impl.name, op, task.dtype), seconds / task.case.elements
+            self._seconds_per_element[key] = min(pace, self._seconds_per_element.get(key, math.inf))
+
+    def _wrong(self, impl: Impl, op: str, task: Task, verdict: Verdict, where: str = "") -> Record:
+        return self._judged(impl, op, task, verdict, f"wrong: {verdict.fault}{where}")
+
+    def _judged(
+        self,
+        impl: Impl,
+        op: str,
+        task: Task,
+        verdict: Verdict,
+        status: str,
+        kernel: float | None = None,
+        host: float | None = None,
+    ) -> Record:
+        absolute = verdict.max_abs_error if math.isfinite(verdict.max_abs_error) else None
+        return record(impl.name, op, task, kernel, host, (verdict.max_rel_error, absolute), status)
+
+
+def record(
+    impl: str,
+    op: str,
+    task: Task,
+    kernel: float | None = None,
+    host: float | None = None,
+    errors: tuple[float | None, float | None] = (None, None),
+    status: str = OK,
+) -> Record:
+    """A record from seconds; the bandwidth follows from the device time, or else the host's."""
+    seconds = kernel if kernel is not None else host
+    case = task.case
+    return Record(
+        op=op,
+        impl=impl,
+        dtype=task.dtype,
+        rows=case.rows,
+        cols=case.cols,
+        dim=case.dim,
+        layout=task.layout,
+        kernel_us=kernel and _five_digits(kernel * 1e6),
+        host_us=host and _five_digits(host * 1e6),
+        gbs=seconds and _five_digits(2 * case.elements * ITEMSIZE[task.dtype] / seconds * 1e-9),
+        max_rel_error=errors[0] and _five_digits(errors[0]),
+        max_abs_error=errors[1] and _five_digits(errors[1]),
+        status=status,
+        case=case.name,
+    )
+
+
+def _five_digits(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def unmeasurable(case: Case, dtype: str) -> str | None:
+    """Why an input array can't be measured at all, or None."""
+    if dtype not in DTYPES:
+        return f"{dtype} is not a floating-point dtype that softmax takes; cast it with --dtypes"
+    return "empty array" if case.elements == 0 else None
+
+
+def one_line(error: BaseException, limit: int = 240) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"

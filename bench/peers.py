@@ -1,0 +1,81 @@
+"""Who is measured: backends, and the peers beside them, behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import minikernel
+
+#: Every run times these beside the backends.
+COPY, TORCH = "copy", "F.softmax"
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation.
+
+    Attributes:
+        name: As records have it.
+        into: ``into(op, x, dim, out)``: softmax or log_softmax of ``x`` along ``dim``, into ``out`` if the
+            implementation can; returns the result. Raises ValueError, BackendError or
+            NotImplementedError for an input that it doesn't take.
+        eager: ``eager(op, dim)`` returns the call that a user makes, of ``x`` alone; its host time is taken.
+    """
+
+    name: str
+    into: Callable[[str, Any, int, Any], Any]
+    eager: Callable[[str, int], Callable[[Any], Any]]
+
+
+def backend(name: str) -> Impl:
+    """A registered backend, or ``"auto"``, through the public functions."""
+    ops = {"softmax": minikernel.softmax, "log_softmax": minikernel.log_softmax}
+
+    def into(op: str, x: Any, dim: int, out: Any) -> Any:
+        return ops[op](x, dim, backend=name, out=out)
+
+    return Impl(name, into, lambda op, dim: partial(ops[op], dim=dim, backend=name))
+
+
+def torch_softmax() -> Impl:
+    """``torch.nn.functional.softmax``, eager; into ``out`` by ``torch.softmax``, the same kernel."""
+    import torch
+    import torch.nn.functional as F
+
+    eager: dict[str, Callable[..., Any]] = {"softmax": F.softmax, "log_softmax": F.log_softmax}
+    filling: dict[str, Callable[..., Any]] = {"softmax": torch.softmax, "log_softmax": torch.log_softmax}
+
+    def into(op: str, x: Any, dim: int, out: Any) -> Any:
+        return filling[op](x, dim, out=out)
+
+    return Impl(TORCH, into, lambda op, dim: partial(eager[op], dim=dim))
+
+
+def copy(xp: Any) -> Impl:
+    """The floor: an elementwise kernel that reads and writes the same bytes, in PyTorch or NumPy."""
+
+    def into(op: str, x: Any, dim: int, out: Any) -> Any:
+        return xp.negative(x, out=out)
+
+    return Impl(COPY, into, lambda op, dim: xp.negative)
+
+
+def torch_compile() -> Impl:
+    """``F.softmax`` under ``torch.compile``; it has no ``out``."""
+    import torch
+    import torch.nn.functional as F
+
+    eager: dict[str, Callable[..., Any]] = {"softmax": F.softmax, "log_softmax": F.log_softmax}
+    compiled = {op: torch.compile(function, fullgraph=True, dynamic=False) for op, function in eager.items()}
+
+    def into(op: str, x: Any, dim: int, out: Any) -> Any:
+        return compiled[op](x, dim=dim)
+
+    return Impl("torch.compile", into, lambda op, dim: partial(compiled[op], dim=dim))
+
+
+#: Peers that ``--peers`` adds; each needs PyTorch.
+OPTIONAL: dict[str, Callable[[], Impl]] = {"compile": torch_compile}

@@ -1,0 +1,112 @@
+"""What a run leaves: records, and the JSON file that holds them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+OK = "ok"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One implementation on one task.
+
+    Attributes:
+        op: ``"softmax"`` or ``"log_softmax"``.
+        impl: A backend's name, ``"auto"``, ``"F.softmax"``, ``"copy"`` or a peer's.
+        dtype: Of the input and the output.
+        rows, cols: How many softmaxes, over how many elements.
+        dim: The reduced axis.
+        layout: How the input lies in memory; see :data:`shapes.LAYOUTS`.
+        kernel_us: Device time of a call in microseconds; None on a CPU.
+        host_us: Host time of an eager call in microseconds; on a CPU that is all of it.
+        gbs: Bytes read and written, each once, over that time, in 1e9 a second.
+        max_rel_error, max_abs_error: Against float64 rounded to ``dtype``.
+        status: ``ok``, ``unsupported: why``, ``wrong: how`` or ``skipped: why`` (``slow``, ``budget``).
+        case: The shape as given, with the axis and an input array's name.
+    """
+
+    op: str
+    impl: str
+    dtype: str
+    rows: int
+    cols: int
+    dim: int
+    layout: str
+    kernel_us: float | None = None
+    host_us: float | None = None
+    gbs: float | None = None
+    max_rel_error: float | None = None
+    max_abs_error: float | None = None
+    status: str = OK
+    case: str = ""
+
+    @property
+    def us(self) -> float | None:
+        """The time that reports compare: on the device where there is one."""
+        return self.kernel_us if self.kernel_us is not None else self.host_us
+
+    @property
+    def task(self) -> tuple[str, str, str, str]:
+        """What was computed, whoever did it."""
+        return self.op, self.dtype, self.layout, self.case
+
+
+class Results:
+    """A run's header and records, written to a file as it goes.
+
+    Args:
+        header: The keys of the JSON object other than ``records``.
+        path: The file, replaced atomically; None keeps everything in memory.
+    """
+
+    def __init__(self, header: dict[str, Any], path: Path | None = None) -> None:
+        self.header = {"schema": SCHEMA, **header}
+        self.records: list[Record] = []
+        self._path = path
+        self._written = 0.0
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+        if time.monotonic() - self._written > 2:
+            self.write()
+
+    def write(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text(self.dumps(), encoding="utf-8")
+        os.replace(partial, self._path)
+        self._written = time.monotonic()
+
+    def dumps(self) -> str:
+        """The JSON text: a record a line, so that runs can be compared with diff."""
+        header = json.dumps(self.header, indent=1)[:-2]
+        lines = ",\n  ".join(json.dumps(asdict(record), allow_nan=False) for record in self.records)
+        return f'{header},\n "records": [\n  {lines}\n ]\n}}\n'
+
+
+def load(path: Path) -> Results:
+    """Read a file that :class:`Results` wrote.
+
+    Raises:
+        OSError: It can't be read.
+        ValueError: It isn't such a file.
+    """
+    try:
+        header = json.loads(path.read_text(encoding="utf-8"))
+        if header.pop("schema") != SCHEMA:
+            raise ValueError("another schema")
+        records = [Record(**record) for record in header.pop("records")]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a result of bench/run.py: {error}") from error
+    results = Results(header)
+    results.records = records
+    return results

@@ -1,0 +1,287 @@
+"""From records to what people read: the terminal's table, Markdown and plots.
+
+``python bench/report.py bench/results/h200.json`` prints the README's table as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # as a script, bench/ is on the path and the root isn't
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.peers import COPY, TORCH
+from bench.records import OK, Record, Results, load
+from bench.shapes import DTYPES, TABLE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Columns of the Markdown tables, in this order; others follow in the order of the records.
+_ORDER = (COPY, TORCH, "auto", "cuda-fused", "triton-fused", "cuda-smem", "cuda-naive")
+
+#: One task's records by implementation.
+Row = dict[str, Record]
+
+
+def rows_of(records: Iterable[Record]) -> dict[tuple[str, str, str, str], Row]:
+    """Records by (op, dtype, layout, case), then by implementation, in the order in which they came."""
+    rows: dict[tuple[str, str, str, str], Row] = {}
+    for record in records:
+        rows.setdefault(record.task, {})[record.impl] = record
+    return rows
+
+
+def names_of(rows: Iterable[Row]) -> list[str]:
+    """Every implementation in the rows, in reading order."""
+    seen = list(dict.fromkeys(name for row in rows for name in row))
+    return [n for n in _ORDER if n in seen] + [n for n in seen if n not in _ORDER]
+
+
+def multiple(row: Row, name: str) -> float | None:
+    """An implementation's time over the copy's, like with like; None where either is missing."""
+    one, floor = row.get(name), row.get(COPY)
+    if one is None or floor is None or (one.kernel_us is None) != (floor.kernel_us is None):
+        return None
+    return one.us / floor.us if one.us is not None and floor.us else None
+
+
+def short_status(status: str) -> str:
+    """A status in a table's cell: ``wrong``, ``–`` for unsupported, or why it was skipped."""
+    kind, _, why = status.partition(": ")
+    return {"wrong": "wrong", "unsupported": "–"}.get(kind, why if len(why) <= 8 else "skipped")
+
+
+def significant(value: float) -> str:
+    """Three significant digits, and no exponent."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def reading_order(dtype: str) -> tuple[int, str]:
+    """Sorts dtypes as :data:`shapes.DTYPES` has them, others last."""
+    return (DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)), dtype
+
+
+def _cell(row: Row, name: str, on_gpu: bool) -> str:
+    record = row.get(name)
+    if record is None:
+        return ""
+    if record.status != OK or record.us is None:
+        return short_status(record.status)
+    text = significant(record.us)
+    if on_gpu and record.kernel_us is None:
+        return f"{text} host"
+    ratio = None if name == COPY else multiple(row, name)
+    return text if ratio is None else f"{text} ×{significant(ratio)}"
+
+
+_COLORS: tuple[tuple[str, str], ...] = (("wrong", "bold red"), ("–", "dim"), ("s", "yellow"), ("b", "yellow"))
+
+
+def print_tables(results: Results, console: Console) -> None:
+    """A table for each op, dtype and layout, then the reasons for what is missing in them."""
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    on_gpu = bool(results.header.get("gpu"))
+    groups: dict[tuple[str, str, str], list[tuple[str, Row]]] = {}
+    for (op, dtype, layout, case), row in rows_of(results.records).items():
+        groups.setdefault((op, dtype, layout), []).append((case, row))
+    what = "µs on the device" if on_gpu else "µs"
+    for (op, dtype, layout), rows in groups.items():
+        names = names_of(row for _, row in rows)
+        title = f"{op}, {dtype}" + ("" if layout == "contiguous" else f", {layout}")
+        unit = f"{what}, × the copy" if COPY in names else what
+        table = Table(title=f"[bold]{title}[/] [dim]({unit})[/]", title_justify="left")
+        table.add_column("shape", no_wrap=True)
+        for name in names:
+            table.add_column(escape(name), justify="right", no_wrap=True)
+        for case, row in rows:
+            cells = []
+            for name in names:
+                text = _cell(row, name, on_gpu)
+                style = next((style for start, style in _COLORS if text.startswith(start)), "")
+                cells.append(Text(text, style=style))
+            table.add_row(Text(case), *cells)
+        console.print(table)
+    for line in remarks(results.records):
+        console.print(Text(line), soft_wrap=True)
+
+
+def remarks(records: Iterable[Record]) -> list[str]:
+    """A line for each kind of failure: who met it, and in which case first."""
+    kinds: dict[str, list[Record]] = {}
+    for record in records:
+        if record.status != OK:
+            # Reasons that differ in nothing but a number are one kind.
+            kinds.setdefault(re.sub(r"\d[\d.e+-]*", "#", record.status), []).append(record)
+    lines = []
+    for met in kinds.values():
+        names = ", ".join(dict.fromkeys(record.impl for record in met))
+        cases = list(dict.fromkeys(f"{record.case} {record.dtype}" for record in met))
+        more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+        lines.append(f"{names}: {met[0].status} ({cases[0]}{more})")
+    return lines
+
+
+def _markdown_table(head: Sequence[str], body: Iterable[Sequence[str]], text_columns: int) -> str:
+    rule = ["---"] * text_columns + ["---:"] * (len(head) - text_columns)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *body])
+
+
+def markdown(results: Results, op: str = "softmax", table_only: bool = False) -> str:
+    """A Markdown table of multiples of the copy's time, with the machine above and host times below.
+
+    Args:
+        results: Of a run.
+        op: The operation to show.
+        table_only: Keep to the rows of :data:`shapes.TABLE`, if there are any.
+    """
+    wanted = {(t.dtype, f"{t.rows}x{t.cols}"): i for i, t in enumerate(TABLE)}
+    table_only = table_only and any((r.dtype, r.case) in wanted for r in results.records)
+    rows = {
+        (dtype, layout, case): row
+        for (of, dtype, layout, case), row in rows_of(results.records).items()
+        if of == op and (not table_only or (layout == "contiguous" and (dtype, case) in wanted))
+    }
+    if table_only:
+        rows = dict(sorted(rows.items(), key=lambda item: wanted[item[0][0], item[0][2]]))
+    else:
+        rows = dict(sorted(rows.items(), key=lambda item: (item[0][1], *reading_order(item[0][0]))))
+    if not rows:
+        return f"No records of {op}.\n"
+    gpu = results.header.get("gpu")
+    # Host backends have no place in a table of device times.
+    on_host = {r.impl for row in rows.values() for r in row.values() if r.status == OK and not r.kernel_us}
+    shown = [name for name in names_of(rows.values()) if not gpu or name not in on_host]
+    head = ["dtype", "shape", *("copy µs" if n == COPY else n for n in shown)]
+    body = []
+    for (dtype, layout, case), row in rows.items():
+        name = case if layout == "contiguous" else f"{case} {layout}"
+        body.append([dtype, name, *(_markdown_cell(row, n) for n in shown)])
+    parts = [_machine_line(results), _markdown_table(head, body, 2)]
+    if line := _geometric_mean(rows.values()):
+        parts.append(line)
+    parts += _host_lines(rows.values()) if gpu else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_cell(row: Row, name: str) -> str:
+    record = row.get(name)
+    if record is None:
+        return ""
+    if record.status != OK or record.us is None:
+        return short_status(record.status)
+    ratio = multiple(row, name)
+    return significant(record.us if name == COPY or ratio is None else ratio)
+
+
+def _machine_line(results: Results) -> str:
+    header = results.header
+    gpu, versions = header.get("gpu"), header.get("versions", {})
+    where = f"{gpu['model']} (copy at {gpu['copy_gbs'] / 1000:.2f} TB/s)" if gpu else header.get("cpu", "")
+    software = ", ".join(f"{n} {versions[n]}" for n in ("torch", "triton", "cupy") if n in versions)
+    kind = "Device time" if gpu else "Time"
+    what = f"{kind} as a multiple of an elementwise copy of the same bytes"
+    return f"{what}; {where}, {software}, {header['date'][:10]}."
+
+
+def _geometric_mean(rows: Iterable[Row]) -> str | None:
+    gains = [
+        row[TORCH].us / row["auto"].us  # type: ignore[operator]
+        for row in rows
+        if TORCH in row and "auto" in row and row[TORCH].status == row["auto"].status == OK
+    ]
+    if not gains:
+        return None
+    mean = statistics.geometric_mean(gains)
+    return f"`{TORCH}` takes {mean:.2f} times as long as `auto` (geometric mean; at least {min(gains):.2f})."
+
+
+def _host_lines(rows: Iterable[Row]) -> list[str]:
+    """Host time per eager call at the lab's B=512, V=600, where it was measured."""
+    for row in rows:
+        one = next(iter(row.values()))
+        if (one.rows, one.cols, one.dtype) == (512, 600, "float32"):
+            timed = [row[n] for n in names_of([row]) if row[n].kernel_us is not None]
+            times = ", ".join(f"`{r.impl}` {r.host_us:.1f} µs" for r in timed)
+            return [f"Host time per eager call at 512x600, float32: {times}."]
+    return []
+
+
+def plots(results: Results, folder: Path) -> list[Path]:
+    """Time as a multiple of the copy's against the number of columns: a file for each op and dtype.
+
+    Each case is a point; the line runs through the geometric mean of the cases with as many columns.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for (op, dtype, layout, _), row in rows_of(results.records).items():
+        if layout == "contiguous":
+            groups.setdefault((op, dtype), []).append(row)
+    written = []
+    for (op, dtype), rows in groups.items():
+        figure, axes = plt.subplots(figsize=(9, 5.5))
+        for name in [n for n in names_of(rows) if n != COPY]:
+            points = [(row[name].cols, ratio) for row in rows if (ratio := multiple(row, name)) is not None]
+            if points:
+                _draw(axes.plot, axes.scatter, name, points)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("columns")
+        axes.set_ylabel(("device " if results.header.get("gpu") else "") + "time / copy")
+        axes.set_title(f"{op}, {dtype}")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+        axes.grid(alpha=0.3)
+        path = folder / f"{op}-{dtype}.png"
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+        plt.close(figure)
+        written.append(path)
+    return written
+
+
+def _draw(
+    plot: Callable[..., Any], scatter: Callable[..., Any], name: str, points: Sequence[tuple[int, float]]
+) -> None:
+    by_cols: dict[int, list[float]] = {}
+    for cols, ratio in points:
+        by_cols.setdefault(cols, []).append(ratio)
+    means = {cols: statistics.geometric_mean(by_cols[cols]) for cols in sorted(by_cols)}
+    (line,) = plot(list(means), list(means.values()), label=name)
+    scatter(*zip(*points, strict=True), s=10, alpha=0.5, color=line.get_color())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="report.py", description="Print a result of run.py as Markdown.")
+    parser.add_argument("json", type=Path, help="what bench/run.py --json wrote")
+    parser.add_argument("--op", default="softmax", choices=("softmax", "log_softmax"))
+    parser.add_argument("--all", action="store_true", help="every record, not only the rows of the table")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="also draw plots there")
+    options = parser.parse_args(argv)
+    try:
+        results = load(options.json)
+    except (OSError, ValueError) as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 2
+    sys.stdout.write(markdown(results, options.op, table_only=not options.all))
+    if options.plots:
+        plots(results, options.plots)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Measure every softmax on this machine: ``python bench/run.py``.
+
+With no option and no GPU it takes well under a minute. See ``--help``, and shapes.py for the grids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NoReturn
+
+if __name__ == "__main__":  # as a script, bench/ is on the path and the root isn't
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import numpy as np
+
+import minikernel
+from bench import inputs, machine, peers, report
+from bench.measure import Bench
+from bench.peers import Impl
+from bench.records import Results
+from bench.shapes import DEFAULT_DTYPES, DTYPES, GRIDS, LAYOUTS, Task, grid_tasks, parse_shape
+from bench.sources import source_hash
+from bench.spaces import NumPySpace, Space, TorchSpace
+from minikernel.problem import OPS
+
+#: On a GPU, host backends are a side show: large arrays are left out sooner.
+_HOST_TURN_SLOW = 0.02
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line and exit 2; argparse would print the usage too."""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+def parser() -> Parser:
+    new = Parser(prog="run.py", description="Measure softmax: backends, F.softmax and the copy.")
+    new.add_argument("--backends", default="all", help="all (with auto), or names separated by commas")
+    new.add_argument("--op", default="softmax", help="softmax, log_softmax or both, separated by a comma")
+    what = new.add_mutually_exclusive_group()
+    what.add_argument("--shapes", help="512x600,8x128256; 8x1000x64x64@1 reduces axis 1")
+    what.add_argument("--grid", help=f"{', '.join(GRIDS)} (default: all on a GPU, quick without)")
+    what.add_argument("--input", type=Path, metavar="FILE", help="your own arrays, .npy or .npz")
+    new.add_argument("--dim", type=int, default=-1, help="axis to reduce, for --shapes and --input")
+    new.add_argument("--dtypes", help=f"of {', '.join(DTYPES)} (default: the first three; --input: its own)")
+    new.add_argument("--layouts", default="contiguous", help=f"of {', '.join(LAYOUTS)}")
+    new.add_argument("--peers", default="", help=f"more to compare with: {', '.join(peers.OPTIONAL)}")
+    new.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where the arrays are")
+    new.add_argument("--seed", type=int, default=42)
+    new.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="stop measuring after")
+    new.add_argument("--json", type=Path, metavar="PATH", help="write the results, as the run goes")
+    new.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables")
+    new.add_argument("--plots", type=Path, metavar="DIR", help="draw time against columns")
+    return new
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked for, checked."""
+
+    device: str
+    tasks: list[Task]
+    ops: list[str]
+    backends: list[str]
+    arrays: dict[str, np.ndarray]
+
+
+def choose(text: str, known: Sequence[str], what: str) -> list[str]:
+    """Names separated by commas, each known; ValueError says which there are."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}")
+    if not names:
+        raise ValueError(f"no {what} given; there are {', '.join(known)}")
+    return names
+
+
+def plan(options: argparse.Namespace) -> Plan:
+    """Check the options and say what to measure.
+
+    Raises:
+        ValueError: One of them can't be met; the message is one line.
+    """
+    registered = list(minikernel.list_backends())
+    everything = ["auto", *registered]
+    backends = choose(options.backends, ["all", *everything], "backend")
+    ops = choose(options.op, OPS, "op")
+    layouts = choose(options.layouts, LAYOUTS, "layout")
+    if options.peers:
+        choose(options.peers, list(peers.OPTIONAL), "peer")
+    if options.device == "cuda" and not machine.has_gpu():
+        raise ValueError("--device cuda: PyTorch sees no NVIDIA GPU here")
+    device = "cuda" if options.device != "cpu" and machine.has_gpu() else "cpu"
+    given = choose(options.dtypes, DTYPES, "dtype") if options.dtypes else []
+    dtypes = given or list(DEFAULT_DTYPES)
+
+    arrays: dict[str, np.ndarray] = {}
+    if options.input:
+        arrays = {name: inputs.native(array) for name, array in inputs.read(options.input).items()}
+        tasks = inputs.tasks(arrays, options.dim, given, layouts)
+    elif options.shapes is not None:
+        cases = [parse_shape(text, options.dim) for text in options.shapes.split(",")]
+        tasks = [Task(case, dtype, layout) for case in cases for dtype in dtypes for layout in layouts]
+    else:
+        grid = options.grid if options.grid is not None else "all" if device == "cuda" else "quick"
+        choose(grid, list(GRIDS), "grid")
+        tasks = grid_tasks(grid, dtypes, layouts)
+    if not tasks:
+        raise ValueError(f"the grid {options.grid} has no case in {', '.join(dtypes)}")
+    for path in (options.json, options.markdown):
+        if path is not None and path.is_dir():
+            raise ValueError(f"cannot write {path}: it is a directory")
+    return Plan(device, tasks, ops, everything if "all" in backends else backends, arrays)
+
+
+def space_for(device: str, seed: int) -> Space:
+    return TorchSpace(device, seed) if machine.has_torch() else NumPySpace(seed)
+
+
+def benches(asked: Plan, options: argparse.Namespace) -> tuple[list[Bench], dict[str, str]]:
+    """The benches to run, and who isn't measured, with the reason.
+
+    On a GPU a second bench gives backends that work on host memory a turn, on host arrays.
+    """
+    info = minikernel.list_backends()
+    absent: dict[str, str] = {}
+    here, on_host = [], []
+    for name in asked.backends:
+        if name == "auto":
+            here.append(peers.backend(name))
+        elif not info[name].available:
+            absent[name] = "; ".join(info[name].reasons)
+        elif asked.device in info[name].devices:
+            here.append(peers.backend(name))
+        elif "cpu" in info[name].devices:
+            on_host.append(peers.backend(name))
+        else:
+            absent[name] = f"it works on {', '.join(info[name].devices)} memory"
+
+    seed = options.seed
+    space = space_for(asked.device, seed)
+    others: list[Impl] = [peers.copy(space.xp)]
+    if machine.has_torch():
+        others.append(peers.torch_softmax())
+        others += [peers.OPTIONAL[name]() for name in options.peers.split(",") if name]
+    else:
+        absent[peers.TORCH] = "torch is not installed (pip install torch)"
+    shared: dict[str, Any] = {"deadline": time.monotonic() + options.budget, "sources": asked.arrays}
+    cache = machine.cache_bytes() if asked.device == "cuda" else 0
+    found = [Bench(space, [*others, *here], asked.ops, cache_bytes=cache, **shared)]
+    if on_host:
+        found.append(Bench(space_for("cpu", seed), on_host, asked.ops, slow=_HOST_TURN_SLOW, **shared))
+    return found, absent
+
+
+def measure(asked: Plan, found: Sequence[Bench], results: Results) -> None:
+    """Run the benches, with a progress bar on a terminal; results are written even when interrupted."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    terminal = Console(stderr=True)
+    total = len(asked.tasks) * len(asked.ops) * sum(len(bench.impls) for bench in found)
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+        bar = progress.add_task("", total=total)
+        try:
+            for bench in found:
+                for record in bench.run(asked.tasks):
+                    results.add(record)
+                    progress.update(bar, advance=1, description=f"{record.impl} {record.case} {record.dtype}")
+        finally:
+            results.write()
+
+
+def header(device: str, seed: int, command: str) -> dict[str, Any]:
+    """Everything of a result but its records."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seed": seed,
+        "source_hash": source_hash(),
+        "command": command,
+        "gpu": machine.gpu() if device == "cuda" else None,
+        "cpu": machine.cpu(),
+        "versions": machine.versions(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench; returns the exit status: 0, or 2 for a request that can't be met."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command = parser()
+    options = command.parse_args(argv)
+    try:
+        import rich.console
+        import rich.markup
+
+        if options.plots:
+            import matplotlib  # noqa: F401
+    except ImportError as error:
+        command.error(f"{error.name} is not installed (pip install 'minikernel[bench]')")
+    try:
+        asked = plan(options)
+    except ValueError as error:
+        command.error(str(error))
+
+    console = rich.console.Console()
+    if not console.is_terminal:  # a file or a pipe has no width to fit tables into
+        console = rich.console.Console(width=200)
+    found, absent = benches(asked, options)
+    interrupted = False
+    invocation = shlex.join(["python", "bench/run.py", *argv])
+    results = Results(header(asked.device, options.seed, invocation), options.json)
+    try:
+        measure(asked, found, results)
+    except OSError as error:
+        command.error(f"cannot write {error.filename}: {error.strerror}")
+    except KeyboardInterrupt:
+        interrupted = True
+    report.print_tables(results, console)
+    for name, reason in absent.items():
+        reason = rich.markup.escape(reason)
+        console.print(f"[yellow]not measured[/] [bold]{name}[/]: {reason}", soft_wrap=True)
+    try:
+        if options.markdown:
+            options.markdown.parent.mkdir(parents=True, exist_ok=True)
+            text = "\n".join(report.markdown(results, op) for op in asked.ops)
+            options.markdown.write_text(text, encoding="utf-8")
+        if options.plots:
+            report.plots(results, options.plots)
+    except OSError as error:
+        command.error(f"cannot write {error.filename}: {error.strerror}")
+    return 130 if interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

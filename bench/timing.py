@@ -1,0 +1,116 @@
+"""The instrument: device time from replayed CUDA graphs, and host time per eager call."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+REPLAY_SECONDS = 2.5e-3
+MAX_LAUNCHES = 2000
+#: What a synchronized launch costs beside its device time, at least; and no kernel is faster than the other.
+_LAUNCH_SECONDS, _FASTEST_SECONDS = 12e-6, 1.5e-6
+#: Calls queued between two synchronizations: far fewer than fill the launch queue.
+_BATCH, _MAX_CALLS = 64, 400
+_LONG_SECONDS = 0.02
+
+Launch = Callable[[int], Any]
+
+
+def once(launch: Launch, synchronize: Callable[[], None]) -> float:
+    """Seconds from a launch to its end, the host's part included: the lowest of three, or of one if long."""
+    lowest = math.inf
+    for _ in range(3):
+        synchronize()
+        start = time.perf_counter()
+        launch(0)
+        synchronize()
+        lowest = min(lowest, time.perf_counter() - start)
+        if lowest > _LONG_SECONDS:
+            break
+    return lowest
+
+
+def host_seconds(
+    call: Callable[[Any], Any],
+    inputs: Sequence[Any],
+    first: float,
+    synchronize: Callable[[], None],
+    limit: float = 0.04,
+) -> float:
+    """Host seconds of an eager call: the lowest of several batches' medians, within about ``limit`` seconds.
+
+    On a CPU that is the time of the whole work; on a GPU the host only queues it.
+
+    Args:
+        call: Takes one of the inputs; its result is dropped.
+        inputs: Passed in turn.
+        first: What :func:`once` gave; it decides how many calls a batch has.
+    """
+    batch = int(min(max(limit / 5 / first, 3), _BATCH))
+    medians: list[float] = []
+    end = time.perf_counter() + limit
+    while not medians or (time.perf_counter() < end and len(medians) * batch < _MAX_CALLS):
+        times = []
+        synchronize()
+        for i in range(batch):
+            x = inputs[i % len(inputs)]
+            start = time.perf_counter()
+            call(x)
+            times.append(time.perf_counter() - start)
+        medians.append(statistics.median(times))
+    synchronize()
+    return min(medians)
+
+
+class GraphTimer:
+    """A CUDA graph of many launches over rotating buffers; build it, check what it writes, then time it."""
+
+    def __init__(self, launch: Launch, buffers: int, first: float) -> None:
+        import torch
+
+        self._cuda: Any = torch.cuda
+        estimate = max(first - _LAUNCH_SECONDS, _FASTEST_SECONDS)
+        # One round over all buffers keeps the data cold; slow kernels get as many as 30 ms hold.
+        wanted = math.ceil(REPLAY_SECONDS / estimate)
+        whole_round = min(buffers, math.ceil(0.03 / estimate))
+        self.launches = max(min(wanted, MAX_LAUNCHES), whole_round, 2)
+        self._graph = self._cuda.CUDAGraph()
+        # An implementation without `out` must not write all its results to one hot place.
+        self.results: list[Any] = [None] * min(buffers, self.launches)
+        stream = self._cuda.Stream()
+        stream.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(stream):
+            # torch.cuda.graph would collect garbage and empty the allocator's cache each time.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for i in range(self.launches):
+                    self.results[i % len(self.results)] = launch(i % buffers)
+            except BaseException:
+                with suppress(RuntimeError):  # its complaint about the failed capture would hide the cause
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+        self._cuda.current_stream().wait_stream(stream)
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def seconds(self, limit: float = 0.04) -> float:
+        """Device seconds of one launch: the median of replays, within about ``limit`` seconds."""
+        first = self._timed(1)[0]
+        replays = int(min(max(limit / first, 3), 11))
+        return statistics.median(self._timed(replays)) / self.launches
+
+    def _timed(self, replays: int) -> list[float]:
+        events = [self._cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        events[0].record()
+        for after in events[1:]:
+            self._graph.replay()
+            after.record()
+        events[-1].synchronize()
+        return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events)]

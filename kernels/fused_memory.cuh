@@ -1,0 +1,96 @@
+#pragma once
+// How rung 3 moves data: 16 bytes a thread and instruction, past the caches where nothing is read twice.
+
+#include "common.cuh"
+
+// Elements moved by one instruction: 16 bytes of input, or 1 where short rows lie at any alignment.
+constexpr int kWide = WIDE;
+
+// WIDE elements as they lie in memory.
+template <class T> struct __align__(kWide > 1 ? 16 : sizeof(T)) Pack { T at[kWide]; };
+
+// The input is read once: keep it out of L1. A thread outside the row keeps what it has.
+__device__ __forceinline__ void load(Pack<In>& pack, const In* from, bool wanted) {
+    if constexpr (kWide == 1 || !CONGRUENT) {
+        // Neighboring threads, or this thread's next element, read the same line again: L1 is welcome here.
+        if (wanted)
+            for (int i = 0; i < kWide; ++i) pack.at[i] = from[i];
+    } else {
+        uint4& bits = reinterpret_cast<uint4&>(pack);
+        asm volatile(
+            "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n"
+            "  @wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+            : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+            : "l"(from), "r"(int(wanted)));
+    }
+}
+
+// Makes the compiler unpack again: it would rather keep what it unpacked before, in twice the registers.
+__device__ __forceinline__ void keep_packed(Pack<In>& pack) {
+    if constexpr (sizeof(In) == 2 && kWide > 1) {
+        uint4& bits = reinterpret_cast<uint4&>(pack);
+        asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w));
+    }
+}
+
+// The output is not read again here: let it leave the caches first.
+__device__ __forceinline__ void store(Out* to, const Pack<Out>& pack) {
+    if constexpr (kWide == 1) {
+        *to = pack.at[0];
+    } else {
+        const uint4* bits = reinterpret_cast<const uint4*>(&pack);
+#pragma unroll
+        for (int i = 0; i < int(sizeof(pack) / 16); ++i)
+            asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<uint4*>(to) + i),
+                         "r"(bits[i].x), "r"(bits[i].y), "r"(bits[i].z), "r"(bits[i].w)
+                         : "memory");
+    }
+}
+
+// From global straight into a slot of shared memory that only this thread uses: no barrier is needed, only
+// wait_for_async before the thread reads it.
+__device__ __forceinline__ void load_async(Pack<In>* slot, const In* from) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (kWide > 1 && CONGRUENT) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint(__cvta_generic_to_shared(slot))), "l"(from)
+                     : "memory");
+        return;
+    }
+#endif
+    load(*slot, from, true);
+}
+__device__ __forceinline__ void wait_for_async() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Programmatic dependent launch: until the kernel before it in the stream has ended and its writes can be seen,
+// this one may start but not touch memory. Nothing happens in an ordinary launch.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Where a row's packs begin and end. Up to WIDE - 1 single elements lie before them and as many behind.
+struct Span {
+    int head, tail;
+    uint vectors;
+
+    __device__ Span(const In* row, const Out* out_row, long long cols) {
+        const uint at = uint(CONGRUENT ? address_t(row) / sizeof(In) : address_t(out_row) / sizeof(Out));
+        head = int(min((long long)((kWide - at % kWide) % kWide), cols));
+        vectors = uint((cols - head) / kWide);
+        tail = int((cols - head) % kWide);
+    }
+    // Where the i-th of the single elements is, or -1 if there are fewer.
+    __device__ long long single(int i) const {
+        return i < head ? i : i < head + tail ? i + (long long)vectors * kWide : -1;
+    }
+};

@@ -1,0 +1,100 @@
+#pragma once
+// How threads that share a row agree on its max and sum: the online softmax's merge
+// (Milakov & Gimelshein 2018, arXiv:1805.02867, section 3.1), across lanes, warps and blocks.
+
+#include "common.cuh"
+
+// What is known of a part of a row: its max, and the sum of exp(x - max). A part that is empty, or saw nothing
+// but -inf, has sum 0 and contributes nothing.
+struct Partial {
+    Acc max, sum;
+    static __device__ Partial empty() { return {lowest(Acc()), Acc(0)}; }
+};
+
+// The factor that turns terms relative to one max into terms relative to a larger one.
+__device__ __forceinline__ Acc rescale(Acc from_max, Acc to_max) { return exponential(from_max - shift_for(to_max)); }
+
+__device__ __forceinline__ Partial merge(Partial a, Partial b) {
+    const Acc max = fmax(a.max, b.max);
+    return {max, a.sum * rescale(a.max, max) + b.sum * rescale(b.max, max)};
+}
+
+// From x to the output, once the whole row's max and sum are known.
+struct Finish {
+    Acc shift, factor;  // softmax: exp(x - shift) * factor; log-softmax: x - shift - factor
+
+    __device__ explicit Finish(Partial row) : shift(shift_for(row.max)), factor(LOG ? log(row.sum) : 1 / row.sum) {}
+    __device__ Acc operator()(Acc x) const { return LOG ? x - shift - factor : exponential(x - shift) * factor; }
+};
+
+template <int N> __device__ __forceinline__ Acc max_over_lanes(Acc value) {
+#pragma unroll
+    for (int distance = N / 2; distance > 0; distance /= 2)
+        value = fmax(value, __shfl_xor_sync(0xffffffff, value, distance));
+    return value;
+}
+template <int N> __device__ __forceinline__ Acc sum_over_lanes(Acc value) {
+#pragma unroll
+    for (int distance = N / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffff, value, distance);
+    return value;
+}
+
+// Every lane of the warp brings a partial and gets them all merged: the larger max first, then one rescaling
+// each, which costs fewer exponentials than merging pair by pair.
+__device__ __forceinline__ Partial merge_over_warp(Partial mine) {
+    const Acc max = max_over_lanes<32>(mine.max);
+    return {max, sum_over_lanes<32>(mine.sum * rescale(mine.max, max))};
+}
+
+// `read(i)` for i < count, merged; every warp does it for itself and all its lanes get the result.
+template <class Read> __device__ __forceinline__ Partial merge_list(int count, Read read) {
+    const int lane = threadIdx.x % 32;
+    Partial mine = lane < count ? read(lane) : Partial::empty();
+    for (int i = lane + 32; i < count; i += 32) mine = merge(mine, read(i));
+    return merge_over_warp(mine);
+}
+
+// All warps of the block; `slots` has one place a warp. One barrier: the caller may not use `slots` again
+// before another.
+__device__ __forceinline__ Partial merge_over_block(Partial warp_partial, Partial* slots) {
+    const int warps = blockDim.x / 32;
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = warp_partial;
+    __syncthreads();
+    return merge_list(warps, [&](int i) { return slots[i]; });
+}
+
+#if defined(CLUSTER) && CLUSTER > 1
+__device__ __forceinline__ uint block_in_cluster() {
+    uint rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Where `mine`, a variable in this block's shared memory, lies in that of another block of the cluster.
+__device__ __forceinline__ uint in_block(const void* mine, int block) {
+    uint there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint(__cvta_generic_to_shared(mine))), "r"(block));
+    return there;
+}
+__device__ __forceinline__ void store_in_block(uint there, float value) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+__device__ __forceinline__ void store_in_block(uint there, double value) {
+    asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"(value) : "memory");
+}
+
+// All blocks of the cluster: each writes its partial into every other's shared memory, so that after the barrier
+// all reads are local and a block may exit without being missed.
+__device__ __forceinline__ Partial merge_over_cluster(Partial block_partial, Partial* slots) {
+    if (threadIdx.x < CLUSTER) {
+        Partial* mine = slots + block_in_cluster();
+        store_in_block(in_block(&mine->max, threadIdx.x), block_partial.max);
+        store_in_block(in_block(&mine->sum, threadIdx.x), block_partial.sum);
+    }
+    cluster_arrive();
+    cluster_wait();
+    return merge_list(CLUSTER, [&](int i) { return slots[i]; });
+}
+#endif

@@ -1,0 +1,233 @@
+"""``cuda-fused``: parallel reduction and online softmax; each row read once, kept on chip, written once."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from .. import cuda, driver
+from ..driver import Device, Launch
+from ..problem import DTYPES, ITEMSIZE, Kernel, Problem
+from ..registry import Backend
+
+_ACCESS_BYTES = 16
+_WARP = 32
+_REGISTERS_PER_SM = 65536
+# Shared memory that the driver keeps for itself in each block, and the kernel's own few variables.
+_RESERVED_BYTES = 1024 + 1024
+
+# Rows up to this size are shared by lanes of one warp.
+_SHORT_ROW_BYTES = 1024
+# Vectors that a thread may hold in registers; each is a kernel of its own, so few.
+_VECTORS = (2, 3, 4, 6, 8, 12, 16)
+_SHORT_VECTORS = (1, 2, 4, 8, 16)
+_MOST_CLUSTER = 16
+# Vectors that one block holds well, in registers alone or with shared memory: 128 KiB.
+_BLOCK_VECTORS = 8192
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How softmax_fused.cu takes rows whose elements are neighbors in memory; its macros explain the fields."""
+
+    team: int
+    cluster: int
+    vectors: int
+    shared_vectors: int
+    wide: int
+    congruent: bool
+    streamed: bool
+    shared: bool
+    threads: int
+    grid: int
+    overlap: bool
+
+    def macros(self) -> dict[str, object]:
+        bucket = next(size for size in (128, 256, 512, 1024) if self.threads <= size)
+        registers = min(128, 48 + 6 * self.vectors)
+        return {
+            "TEAM": self.team,
+            "CLUSTER": self.cluster,
+            "VECTORS": self.vectors,
+            "SHARED": self.shared,
+            "STREAMED": self.streamed,
+            "WIDE": self.wide,
+            "CONGRUENT": self.congruent,
+            "THREADS": bucket,
+            "BLOCKS": max(1, _REGISTERS_PER_SM // (bucket * registers)),
+        }
+
+    def launch(self) -> Launch:
+        shared = self.shared_vectors * self.threads * _ACCESS_BYTES
+        return Launch(self.grid, self.threads, shared, cluster=self.cluster, overlap=self.overlap)
+
+
+@dataclass(frozen=True)
+class StridedPlan:
+    """How softmax_fused_strided.cu takes all other layouts; its macros explain the fields."""
+
+    lanes: int
+    turn_in: bool
+    turn_out: bool
+    grid: int
+
+    def macros(self) -> dict[str, object]:
+        return {"LANES": self.lanes, "TURN_IN": self.turn_in, "TURN_OUT": self.turn_out}
+
+    def launch(self) -> Launch:
+        return Launch(self.grid, block=256)
+
+
+def plan(problem: Problem, device: Device) -> RowPlan | StridedPlan:
+    """Choose the launch: a pure function of the problem and the GPU."""
+    rows_are_contiguous = problem.inner == 1 and (problem.strides[1] == 1 or problem.cols == 1)
+    if not rows_are_contiguous:
+        return _plan_strided(problem, device)
+    if problem.cols * ITEMSIZE[problem.dtype] <= _SHORT_ROW_BYTES:
+        return _plan_short(problem, device)
+    return _plan_long(problem, device)
+
+
+def _alignment(problem: Problem) -> tuple[int, bool, bool]:
+    """Elements in 16 bytes of input; whether every row starts at a multiple of that; whether, where the
+    output is at such a multiple, the input is too."""
+    wide = _ACCESS_BYTES // ITEMSIZE[problem.dtype]
+    x_start = problem.x_offset // ITEMSIZE[problem.dtype]
+    out_start = problem.out_offset // ITEMSIZE[problem.out_dtype]
+    stride = problem.strides[0] if problem.outer > 1 else problem.cols
+    out_wide = min(wide, _ACCESS_BYTES // ITEMSIZE[problem.out_dtype])
+    congruent = (x_start - out_start) % out_wide == 0 and (stride - problem.cols) % out_wide == 0
+    aligned = congruent and x_start % wide == 0 and (stride % wide == 0 or problem.outer == 1)
+    return wide, aligned, congruent
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _up(value: int, choices: tuple[int, ...]) -> int:
+    return next((c for c in choices if c >= value), choices[-1])
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+def _plan_short(problem: Problem, device: Device) -> RowPlan:
+    wide, aligned, _ = _alignment(problem)
+    if not aligned:
+        wide = 1  # neighboring lanes take neighboring elements, at any alignment
+    packs = _ceil(problem.cols, wide)
+    # Two vectors a lane: enough in flight, and half the shuffles.
+    team = min(_WARP, _power_of_two(_ceil(packs, 2)))
+    threads = 128
+    return RowPlan(
+        team=team,
+        cluster=1,
+        vectors=_up(_ceil(packs, team), _SHORT_VECTORS),
+        shared_vectors=0,
+        wide=wide,
+        congruent=aligned,
+        streamed=False,
+        shared=False,
+        threads=threads,
+        grid=_ceil(problem.rows, threads // team),
+        overlap=device.capability >= 90,
+    )
+
+
+def _plan_long(problem: Problem, device: Device) -> RowPlan:
+    wide, _, congruent = _alignment(problem)
+    packs = _ceil(problem.cols, wide)
+    cluster = _cluster(problem.rows, packs, device)
+    share = packs if cluster == 1 else _ceil(packs, cluster * 8) * 8
+
+    # An input that is out of step with the output takes more registers.
+    threads, vectors = _block(share, most_vectors=16 if congruent else 8)
+    blocks_per_sm = 2 if threads <= 256 else 1
+    room = min(device.shared_per_block, device.shared_per_sm // blocks_per_sm) - _RESERVED_BYTES
+    excess = max(0, _ceil(share, threads) - vectors)
+    shared_vectors = min(excess, room // (threads * _ACCESS_BYTES))
+    packed_halves = ITEMSIZE[problem.dtype] == 2 and vectors > 4
+    grid = problem.rows * cluster
+    return RowPlan(
+        team=0,
+        cluster=cluster,
+        vectors=vectors,
+        shared_vectors=shared_vectors,
+        wide=wide,
+        congruent=congruent,
+        streamed=excess > shared_vectors,
+        # Without the loops over shared memory the compiler keeps half types unpacked, and spills.
+        shared=shared_vectors > 0 or packed_halves,
+        threads=threads,
+        grid=grid,
+        # Where all blocks run at once, starting early can only help.
+        overlap=device.capability >= 90 and grid * threads <= device.sm_count * 1024,
+    )
+
+
+def _block(packs: int, most_vectors: int) -> tuple[int, int]:
+    """Threads, and vectors a thread, for a block that takes so many: the fewest places left empty."""
+    if packs > most_vectors * 256:
+        return (512 if most_vectors * 256 < packs <= most_vectors * 512 else 256), most_vectors
+    fits = [
+        (threads * vectors, -vectors if packs <= 1024 else vectors, threads, vectors)
+        for vectors in _VECTORS
+        for threads in (max(64, _ceil(_ceil(packs, vectors), _WARP) * _WARP),)
+        if vectors <= most_vectors and threads <= 256
+    ]
+    _, _, threads, vectors = min(fits)
+    return threads, vectors
+
+
+def _cluster(rows: int, packs: int, device: Device) -> int:
+    """Blocks that share a row: enough to hold a long row, and to keep the whole chip busy with few rows."""
+    if device.capability < 90:
+        return 1
+    cluster = 1
+    while cluster < _MOST_CLUSTER and (
+        packs > cluster * _BLOCK_VECTORS or (rows * cluster < device.sm_count and packs > cluster * 2048)
+    ):
+        cluster *= 2
+    return cluster
+
+
+def _plan_strided(problem: Problem, device: Device) -> StridedPlan:
+    x_outer, x_col, x_inner = problem.strides
+    x_row, out_row = (x_inner, 1) if problem.inner > 1 else (x_outer, problem.cols)
+    # Fewer rows a block where there are too few for the chip, but whole 32-byte sectors.
+    lanes = min(_WARP, _power_of_two(problem.rows))
+    fewest = 32 // ITEMSIZE[problem.dtype]
+    while lanes > fewest and _ceil(problem.rows, lanes) < 2 * device.sm_count:
+        lanes //= 2
+    return StridedPlan(
+        lanes=lanes,
+        turn_in=abs(x_col) < abs(x_row) and problem.rows > 1,
+        turn_out=out_row > problem.inner and problem.rows > 1,
+        grid=min(_ceil(problem.rows, lanes), cuda.MAX_GRID),
+    )
+
+
+def prepare(problem: Problem) -> Kernel:
+    return prepare_planned(problem, plan(problem, driver.device(problem.index)))
+
+
+def prepare_planned(problem: Problem, chosen: RowPlan | StridedPlan) -> Kernel:
+    """The kernel for a launch that was chosen elsewhere; tests and tuning force theirs this way."""
+    macros = cuda.defines(problem, **chosen.macros())
+    if isinstance(chosen, StridedPlan):
+        return cuda.kernel("softmax_fused_strided.cu", problem, macros, chosen.launch())
+    shared_vectors = ctypes.c_int(chosen.shared_vectors)
+    return cuda.kernel("softmax_fused.cu", problem, macros, chosen.launch(), shared_vectors)
+
+
+BACKEND = Backend(
+    name="cuda-fused",
+    rank=10,
+    devices=("cuda",),
+    dtypes=DTYPES,
+    prepare=prepare,
+    requires=cuda.REQUIRES,
+    obstacles=cuda.obstacles,
+)

@@ -1,0 +1,268 @@
+"""The CUDA driver through ctypes: device properties and kernel launches, whoever compiled the kernel.
+
+CuPy's own launcher has neither clusters, cooperative grids nor programmatic dependent launch
+(``cuLaunchKernelEx`` has all three), and Triton's costs twice as much host time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from .problem import Kernel
+
+_SUCCESS = 0
+_INVALID_CONTEXT = 201
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+# A block gets 48 KiB of shared memory without opting in; a kernel's static variables count too, up to 8 KiB here.
+_SURE_SHARED_BYTES = 40 * 1024
+
+
+class CudaError(RuntimeError):
+    """The driver refused a call; the message has the driver's name for the error."""
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise CudaError(f"no NVIDIA driver was found ({name} can't be loaded)") from error
+    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return library
+
+
+def _check(code: int, doing: str) -> None:
+    if code != _SUCCESS:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        label = name.value.decode() if name.value else f"error {code}"
+        raise CudaError(f"CUDA refused to {doing}: {label}")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What planning a launch needs to know of a GPU.
+
+    Attributes:
+        capability: Compute capability as major * 10 + minor, for example 90.
+        sm_count: Streaming multiprocessors.
+        shared_per_block: Most shared memory that one block can opt in to, in bytes.
+        shared_per_sm: Shared memory of a multiprocessor, in bytes.
+        l2_bytes: Size of the L2 cache, in bytes.
+    """
+
+    capability: int
+    sm_count: int
+    shared_per_block: int
+    shared_per_sm: int
+    l2_bytes: int
+
+
+@cache
+def device(index: int) -> Device:
+    """Properties of the GPU of that ordinal."""
+    cuda = _driver()
+    _check(cuda.cuInit(0), "initialize")
+    handle = ctypes.c_int()
+    _check(cuda.cuDeviceGet(ctypes.byref(handle), index), f"find device {index}")
+
+    def attribute(number: int) -> int:
+        value = ctypes.c_int()
+        _check(cuda.cuDeviceGetAttribute(ctypes.byref(value), number, handle), f"describe device {index}")
+        return value.value
+
+    return Device(
+        capability=attribute(75) * 10 + attribute(76),
+        sm_count=attribute(16),
+        shared_per_block=attribute(97),
+        shared_per_sm=attribute(81),
+        l2_bytes=attribute(38),
+    )
+
+
+@cache
+def obstacles() -> list[str]:
+    """Why no CUDA kernel can run on this machine; empty if one can."""
+    try:
+        cuda = _driver()
+        _check(cuda.cuInit(0), "initialize")
+        count = ctypes.c_int()
+        _check(cuda.cuDeviceGetCount(ctypes.byref(count)), "count the devices")
+    except CudaError as error:
+        return [str(error)]
+    if not hasattr(cuda, "cuLaunchKernelEx"):
+        return ["the NVIDIA driver is too old: CUDA 12 needs version 525 or newer"]
+    return [] if count.value else ["no CUDA device is visible"]
+
+
+class _ClusterShape(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint)]
+
+
+class _AttributeValue(ctypes.Union):
+    _fields_ = [("pad", ctypes.c_char * 64), ("flag", ctypes.c_int), ("cluster", _ClusterShape)]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", _AttributeValue)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is started; no more than the driver needs.
+
+    Attributes:
+        grid: Blocks along x.
+        block: Threads a block.
+        shared: Bytes of dynamic shared memory a block.
+        cluster: Blocks a cluster; 1 for none. Needs compute capability 9.0.
+        cooperative: Whether all blocks must be resident at once, so that they can wait for one another.
+        overlap: Programmatic dependent launch: the kernel may start before its predecessor in the stream
+            has ended, and waits (``griddepcontrol.wait``) before it touches memory.
+        scratch: Bytes of device memory each call needs beside its output.
+    """
+
+    grid: int
+    block: int
+    shared: int = 0
+    cluster: int = 1
+    cooperative: bool = False
+    overlap: bool = False
+    scratch: int = 0
+
+    def attributes(self) -> list[tuple[int, Any]]:
+        found: list[tuple[int, Any]] = []
+        if self.cooperative:
+            found.append((2, 1))
+        if self.cluster > 1:
+            found.append((4, _ClusterShape(self.cluster, 1, 1)))
+        if self.overlap:
+            found.append((6, 1))
+        return found
+
+
+def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) -> Kernel:
+    """Make a compiled function callable.
+
+    Args:
+        function: ``CUfunction`` handle of a kernel with the parameters ``(x, out, [scratch,] *constants)``;
+            ``scratch`` is there if ``launch.scratch`` isn't 0.
+        index: Ordinal of the device that the function was loaded on.
+        launch: How to start it.
+        constants: The remaining parameters, as ctypes values.
+    """
+    cuda = _driver()
+    if launch.shared > _SURE_SHARED_BYTES:
+        _check(
+            cuda.cuFuncSetAttribute(ctypes.c_void_p(function), _MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared),
+            f"give a block {launch.shared} bytes of shared memory",
+        )
+    if launch.cluster > 8:
+        _check(
+            cuda.cuFuncSetAttribute(ctypes.c_void_p(function), _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+            f"allow clusters of {launch.cluster} blocks",
+        )
+
+    attributes = launch.attributes()
+    pointers = 3 if launch.scratch else 2
+    # Triton's kernels end with up to two pointers of its own, null here; the driver reads only those there are.
+    null = ctypes.c_uint64(0)
+    null_at = ctypes.addressof(null)
+
+    def new_frame() -> tuple[_Config, Any, int, int, list[Any]]:
+        slots = (ctypes.c_uint64 * 3)()
+        values = list(constants)
+        addresses = [ctypes.addressof(slots) + 8 * i for i in range(pointers)]
+        addresses += [ctypes.addressof(value) for value in values]
+        params = (ctypes.c_void_p * (len(addresses) + 2))(*addresses, null_at, null_at)
+        array = (_Attribute * max(1, len(attributes)))()
+        for entry, (number, value) in zip(array, attributes, strict=False):
+            entry.id = number
+            if isinstance(value, _ClusterShape):
+                entry.value.cluster = value
+            else:
+                entry.value.flag = value
+        config = _Config(
+            (launch.grid, 1, 1),
+            (launch.block, 1, 1),
+            launch.shared,
+            None,
+            ctypes.addressof(array),
+            len(attributes),
+        )
+        return (
+            config,
+            slots,
+            ctypes.addressof(config),
+            ctypes.addressof(params),
+            [values, params, array, null],
+        )
+
+    # Launches in progress may not share memory: another thread can run while the driver reads it.
+    idle = [new_frame()]
+    launch_kernel = cuda.cuLaunchKernelEx
+
+    def run(x: int, out: int, stream: int, scratch: int) -> None:
+        try:
+            frame = idle.pop()
+        except IndexError:
+            frame = new_frame()
+        config, slots, config_at, params_at, _ = frame
+        slots[0] = x
+        slots[1] = out
+        slots[2] = scratch
+        config.stream = stream
+        code = launch_kernel(config_at, function, params_at, None)
+        idle.append(frame)
+        if code:
+            if code == _INVALID_CONTEXT:
+                bind_primary_context(index)
+                run(x, out, stream, scratch)
+            else:
+                _check(code, f"launch {launch}")
+
+    return Kernel(run, launch.scratch)
+
+
+def load(image: bytes, name: str, index: int) -> int:
+    """``CUfunction`` handle of a kernel in a cubin, loaded on a device for as long as the process lives."""
+    cuda = _driver()
+    before = ctypes.c_void_p()
+    _check(cuda.cuCtxGetCurrent(ctypes.byref(before)), "read the current context")
+    bind_primary_context(index)
+    try:
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"load {name}")
+        _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"find {name}")
+    finally:
+        cuda.cuCtxSetCurrent(before)
+    return function.value or 0
+
+
+def bind_primary_context(index: int) -> None:
+    """Make the device's primary context, which every framework uses, current in this thread."""
+    cuda = _driver()
+    context = ctypes.c_void_p()
+    # Never released: a context that the frameworks share must outlive what is loaded into it.
+    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), index), f"use device {index}")
+    _check(cuda.cuCtxSetCurrent(context), f"use device {index}")

@@ -1,0 +1,63 @@
+"""What is to be computed, apart from the values: all that choosing and planning may depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: Bytes an element, by the dtype names used throughout the library.
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+DTYPES = tuple(ITEMSIZE)
+OPS = ("softmax", "log_softmax")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One softmax over the middle axis of an array seen as ``outer x cols x inner``.
+
+    The output is always contiguous. Strides count elements, not bytes, and may be zero or negative.
+
+    Attributes:
+        op: ``"softmax"`` or ``"log_softmax"``.
+        device: Kind of device that the backend works on, ``"cpu"`` or ``"cuda"``.
+        index: Ordinal of the device; 0 on the CPU.
+        dtype: Name of the input's dtype, one of :data:`DTYPES`.
+        out_dtype: Name of the output's dtype: the input's own, or float32 for a half type.
+        outer, cols, inner: The three extents, each at least 1. Softmax runs over ``cols``.
+        strides: The input's strides over the three axes, in elements.
+        x_offset, out_offset: The two addresses modulo 16 bytes, the width of the widest access.
+    """
+
+    op: str
+    device: str
+    index: int
+    dtype: str
+    out_dtype: str
+    outer: int
+    cols: int
+    inner: int
+    strides: tuple[int, int, int]
+    x_offset: int = 0
+    out_offset: int = 0
+
+    @property
+    def rows(self) -> int:
+        """How many independent softmaxes there are."""
+        return self.outer * self.inner
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a backend makes of a :class:`Problem`: ready to run, any number of times, from any thread.
+
+    Attributes:
+        run: ``run(x, out, stream, scratch)``. On the CPU ``x`` and ``out`` are NumPy arrays of shape
+            ``(outer, cols, inner)`` (bfloat16 as its bit pattern in uint16) and the other two are 0.
+            On a CUDA device all four are integers: two addresses, a ``cudaStream_t``, and the address
+            of ``scratch`` bytes (or 0). ``run`` queues its work on that stream and doesn't wait.
+        scratch: Bytes of device memory that each call needs beside its output.
+    """
+
+    run: Callable[[Any, Any, int, int], None]
+    scratch: int = 0
