@@ -33,9 +33,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def tasks(
-    arrays: dict[str, np.ndarray], dim: int, dtypes: Sequence[str], layouts: Sequence[str]
-) -> list[Task]:
+def tasks(arrays: dict[str, np.ndarray], dim: int, dtypes: Sequence[str], layouts: Sequence[str]) -> list[Task]:
     """A task for each array, in its own dtype unless ``dtypes`` names others.
 
     Raises:

@@ -39,11 +39,11 @@ template <int N> __device__ __forceinline__ Acc sum_over_lanes(Acc value) {
     return value;
 }
 
-// Every lane of the warp brings a partial and gets them all merged: the larger max first, then one rescaling
-// each, which costs fewer exponentials than merging pair by pair.
-__device__ __forceinline__ Partial merge_over_warp(Partial mine) {
-    const Acc max = max_over_lanes<32>(mine.max);
-    return {max, sum_over_lanes<32>(mine.sum * rescale(mine.max, max))};
+// Each of N neighboring lanes brings a partial and gets them all merged: the max first, then one rescaling each,
+// which takes fewer exponentials than merging pair by pair.
+template <int N> __device__ __forceinline__ Partial merge_over_lanes(Partial mine) {
+    const Acc max = max_over_lanes<N>(mine.max);
+    return {max, sum_over_lanes<N>(mine.sum * rescale(mine.max, max))};
 }
 
 // `read(i)` for i < count, merged; every warp does it for itself and all its lanes get the result.
@@ -51,7 +51,7 @@ template <class Read> __device__ __forceinline__ Partial merge_list(int count, R
     const int lane = threadIdx.x % 32;
     Partial mine = lane < count ? read(lane) : Partial::empty();
     for (int i = lane + 32; i < count; i += 32) mine = merge(mine, read(i));
-    return merge_over_warp(mine);
+    return merge_over_lanes<32>(mine);
 }
 
 // All warps of the block; `slots` has one place a warp. One barrier: the caller may not use `slots` again
@@ -96,5 +96,35 @@ __device__ __forceinline__ Partial merge_over_cluster(Partial block_partial, Par
     cluster_arrive();
     cluster_wait();
     return merge_list(CLUSTER, [&](int i) { return slots[i]; });
+}
+#endif
+
+#if defined(GRID) && GRID
+// All blocks wait here for one another; they must all be running, which a cooperative launch guarantees. The driver
+// keeps a counter for each such launch and passes its address in two registers; its top bit flips once every block
+// has come, which leaves it ready for the next launch.
+__device__ __forceinline__ void wait_for_grid() {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        uint high, low;
+        asm("mov.u32 %0, %%envreg1;" : "=r"(high));
+        asm("mov.u32 %0, %%envreg2;" : "=r"(low));
+        const address_t counter = (address_t(high) << 32 | low) + sizeof(uint);
+        const uint arrival = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+        uint before, now;
+        asm volatile("atom.add.release.gpu.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(arrival) : "memory");
+        do {
+            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        } while (((before ^ now) & 0x80000000u) == 0);
+    }
+    __syncthreads();
+}
+
+// All `parts` neighboring blocks that share a row; `scratch` has a place for each block of the grid.
+__device__ __forceinline__ Partial merge_over_grid(Partial block_partial, Partial* scratch, uint parts) {
+    if (threadIdx.x == 0) scratch[blockIdx.x] = block_partial;
+    wait_for_grid();
+    const volatile Partial* row = scratch + blockIdx.x / parts * parts;
+    return merge_list(parts, [&](int i) { return Partial{row[i].max, row[i].sum}; });
 }
 #endif

@@ -1,15 +1,16 @@
 // Rung 3, fused: the row is read once, kept on the chip, and written once.
 //
 // A team of threads shares a row: some lanes of a warp for short rows, a block for longer ones, a cluster of
-// blocks for the longest. Each thread holds its part in registers and, past that, in slots of shared memory of
-// its own; what the chip can't hold is read a second time. Every thread takes the max of its part, every warp
-// the sum relative to its own max, and the partials (max, sum) merge upward as in the online softmax.
+// blocks or the whole grid for the longest. Each thread holds its part in registers and, past that, in slots of
+// shared memory of its own; what the chip can't hold is read a second time. Each thread finds (max, sum) of its
+// part as its loads arrive, and these partials merge upward as in the online softmax.
 //
 // What is gained over the rung before: one read instead of three, wide accesses, and all loads in flight at once.
 //
 // Rows are contiguous here; softmax_fused_strided.cu has the rest. Macros beside those of common.cuh:
 //   TEAM       lanes that share a row, a power of two up to 32; 0: the whole block
-//   CLUSTER    blocks that share a row
+//   CLUSTER    blocks of a cluster that share a row; 1: no cluster
+//   GRID       1: all blocks run at once, and gridDim.x / rows of them share each row
 //   VECTORS    packs of WIDE elements that a thread holds in registers
 //   SHARED     1: it may hold `shared_vectors` more in shared memory
 //   STREAMED   1: there is more than the team can hold, which is read a second time
@@ -24,8 +25,11 @@
 constexpr int kLanes = TEAM ? TEAM : 32;
 // Elements outside the vectors of a row that one thread may have to take.
 constexpr int kSingles = kWide == 1 ? 0 : TEAM ? (2 * (kWide - 1) + kLanes - 1) / kLanes : 1;
-// Terms stay in registers where that takes no more of them; half types are stored packed and exponentiated twice.
-constexpr bool kKeepTerms = !LOG && (sizeof(In) == sizeof(Acc) || VECTORS * kWide <= 32);
+// Packs that are exponentiated together, relative to one max: few, so that the work starts as the first arrive.
+constexpr int kChunk = VECTORS < 4 ? VECTORS : sizeof(In) == 2 ? 2 : 4;
+constexpr int kChunks = (VECTORS + kChunk - 1) / kChunk;
+// Terms stay in registers where they take no more than the input; else it is exponentiated a second time.
+constexpr bool kKeepTerms = !LOG && (sizeof(In) == sizeof(Acc) || (!SHARED && VECTORS * kWide <= 32));
 
 __device__ __forceinline__ Acc max_of(const Pack<In>& pack, Acc max) {
 #pragma unroll
@@ -55,31 +59,37 @@ __device__ __forceinline__ Pack<Out> finish_pack(const Finish& finish, const Pac
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    kernel(const In* x, Out* out, Layout layout, int shared_vectors) {
+    kernel(const In* x, Out* out,
+#if GRID
+           Partial* scratch,
+#endif
+           Layout layout, int shared_vectors) {
     extern __shared__ __align__(16) char memory[];
     __shared__ Partial warp_slots[32];
     Pack<In>* slots = reinterpret_cast<Pack<In>*>(memory) + threadIdx.x;
 #if CLUSTER > 1
     __shared__ Partial block_slots[CLUSTER];
-    const uint part = block_in_cluster();
+    const uint parts = CLUSTER, part = block_in_cluster();
     cluster_arrive();  // a block that hasn't started can't be written to: waited for before that is done
+#elif GRID
+    const uint parts = gridDim.x / uint(layout.rows), part = blockIdx.x % parts;
 #else
-    const uint part = 0;
+    const uint parts = 1, part = 0;
 #endif
     wait_for_predecessor();
 
-    // Several short rows a block, one row a block, or one row a cluster.
+    // Several short rows a block, one row a block, or one row several blocks.
     const int lane = threadIdx.x % kLanes;
     const int member = TEAM ? lane : threadIdx.x;
     const int members = TEAM ? kLanes : blockDim.x;
-    const long long row = TEAM ? ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kLanes : blockIdx.x / CLUSTER;
+    const long long row = TEAM ? ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kLanes : blockIdx.x / parts;
     const bool in_range = row < layout.rows;
     const In* in = x + (in_range ? row : 0) * layout.x_outer;
     Out* to = out + (in_range ? row : 0) * layout.cols;
     const Span span(in, to, layout.cols);
 
     // This block's vectors of the row: whole lines, so that no two blocks read the same one.
-    const uint share = CLUSTER > 1 ? (span.vectors + CLUSTER * 8 - 1) / (CLUSTER * 8) * 8 : span.vectors;
+    const uint share = CLUSTER > 1 || GRID ? (span.vectors + parts * 8 - 1) / (parts * 8) * 8 : span.vectors;
     const uint begin = min(part * share, span.vectors);
     const uint count = in_range ? min(share, span.vectors - begin) : 0;
     const In* in_part = in + span.head + (long long)begin * kWide;
@@ -112,16 +122,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     let_successor_start();
 
-    // The max of what this thread holds; then, online, the max and the sum of what it doesn't.
+    // This thread's max and sum: of what it holds as it arrives, then of what is too much to hold.
     Partial mine = Partial::empty();
+    Acc terms[kKeepTerms ? VECTORS * kWide : 1], chunk_max[kChunks];
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) mine.max = max_of(packs[v], mine.max);
+    for (int c = 0; c < kChunks; ++c) {
+        Partial chunk = Partial::empty();
 #pragma unroll
-    for (int s = 0; s < kSingles; ++s) mine.max = fmax(mine.max, singles[s]);
+        for (int v = c * kChunk; v < VECTORS && v < (c + 1) * kChunk; ++v) chunk.max = max_of(packs[v], chunk.max);
+        if (c == kChunks - 1)
+#pragma unroll
+            for (int s = 0; s < kSingles; ++s) chunk.max = fmax(chunk.max, singles[s]);
+        const Acc shift = shift_for(chunk.max);
+#pragma unroll
+        for (int v = c * kChunk; v < VECTORS && v < (c + 1) * kChunk; ++v) {
+            if constexpr (!kKeepTerms) keep_packed(packs[v]);
+#pragma unroll
+            for (int i = 0; i < kWide; ++i) {
+                const Acc term = exponential(to_acc(packs[v].at[i]) - shift);
+                chunk.sum += term;
+                if constexpr (kKeepTerms) terms[v * kWide + i] = term;
+            }
+        }
+        if (c == kChunks - 1)
+#pragma unroll
+            for (int s = 0; s < kSingles; ++s) chunk.sum += exponential(singles[s] - shift);
+        chunk_max[c] = chunk.max;
+        mine = c == 0 ? chunk : merge(mine, chunk);
+    }
     if constexpr (SHARED) {
         wait_for_async();
         for (int v = 0; v < shared_vectors; ++v)
-            if ((VECTORS + v) * 32 < left) mine.max = max_of(slots[v * blockDim.x], mine.max);
+            if ((VECTORS + v) * 32 < left) take_online(mine, slots[v * blockDim.x]);
     }
     if constexpr (STREAMED)
         for (uint at = held * members + member; at < count; at += members) {
@@ -130,45 +162,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             take_online(mine, pack);
         }
 
-    // The warp's max (or the short row's), and the sum relative to it.
-    Partial partial;
-    partial.max = max_over_lanes<kLanes>(mine.max);
-    const Acc shift = shift_for(partial.max);
-    Acc sum = STREAMED ? mine.sum * rescale(mine.max, partial.max) : Acc(0);
-    Acc terms[kKeepTerms ? VECTORS * kWide : 1];
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        if constexpr (!kKeepTerms) keep_packed(packs[v]);
-#pragma unroll
-        for (int i = 0; i < kWide; ++i) {
-            const Acc term = exponential(to_acc(packs[v].at[i]) - shift);
-            sum += term;
-            if constexpr (kKeepTerms) terms[v * kWide + i] = term;
-        }
-    }
-#pragma unroll
-    for (int s = 0; s < kSingles; ++s) sum += exponential(singles[s] - shift);
-    if constexpr (SHARED)
-        for (int v = 0; v < shared_vectors; ++v)
-            if ((VECTORS + v) * 32 < left) sum += sum_of(slots[v * blockDim.x], shift);
-    partial.sum = sum_over_lanes<kLanes>(sum);
-
-    const Acc own_max = partial.max;
+    Partial partial = merge_over_lanes<kLanes>(mine);
     if constexpr (!TEAM) partial = merge_over_block(partial, warp_slots);
 #if CLUSTER > 1
     cluster_wait();  // every block has started
     partial = merge_over_cluster(partial, block_slots);
+#elif GRID
+    partial = merge_over_grid(partial, scratch, parts);
 #endif
     const Finish finish(partial);
 
-    const Acc term_factor = rescale(own_max, partial.max) * finish.factor;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         if (v * kLanes >= left) continue;
         if constexpr (kKeepTerms) {
+            const Acc factor = rescale(chunk_max[v / kChunk], partial.max) * finish.factor;
             Pack<Out> result;
 #pragma unroll
-            for (int i = 0; i < kWide; ++i) from_acc(result.at[i], terms[v * kWide + i] * term_factor);
+            for (int i = 0; i < kWide; ++i) from_acc(result.at[i], terms[v * kWide + i] * factor);
             store(to_run + v * kLanes * kWide, result);
         } else {
             keep_packed(packs[v]);

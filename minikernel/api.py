@@ -282,9 +282,7 @@ def _bind_into(
     if framework.dtype(out) != given and given in ITEMSIZE:
         raise TypeError(f"out must have the dtype {given}, not {framework.dtype(out)}")
     if framework.device(out) != framework.device(x):
-        raise ValueError(
-            f"out must be on the input's device {framework.device(x)}, not {framework.device(out)}"
-        )
+        raise ValueError(f"out must be on the input's device {framework.device(x)}, not {framework.device(out)}")
     if any(size > 1 and stride == 0 for size, stride in zip(out_shape, out_strides, strict=True)):
         raise ValueError("out has several elements in one place (it is expanded): it can't be filled")
 

@@ -76,9 +76,7 @@ def normalize_dim(dim: Any, rank: int) -> int:
         raise TypeError(f"dim must be an integer, not {type(dim).__name__}") from None
     axes = max(1, rank)
     if not -axes <= index < axes:
-        raise IndexError(
-            f"dim is out of range: expected {-axes} to {axes - 1} for a {rank}-d input, got {index}"
-        )
+        raise IndexError(f"dim is out of range: expected {-axes} to {axes - 1} for a {rank}-d input, got {index}")
     return int(index % axes)
 
 
@@ -243,9 +241,7 @@ class NumPy(Framework):
 
     def check(self, x: Any) -> np.ndarray:
         if isinstance(x, np.ma.MaskedArray):
-            raise TypeError(
-                "a masked array has no path here: its mask would be ignored; fill it with -inf first"
-            )
+            raise TypeError("a masked array has no path here: its mask would be ignored; fill it with -inf first")
         x = np.asarray(x)
         if not x.dtype.isnative:
             x = x.astype(x.dtype.newbyteorder("="))
@@ -308,8 +304,8 @@ class DLPack(NumPy):
         kind, _ = x.__dlpack_device__()
         if int(kind) != 1:
             raise TypeError(
-                f"{_type_name(x)} is not in host memory (DLPack device type {int(kind)}): on a device there is "
-                "a path for PyTorch tensors and CuPy arrays; convert it with torch.from_dlpack or cupy.from_dlpack"
+                f"{_type_name(x)} is not in host memory (DLPack device type {int(kind)}): on a device there is a "
+                "path for PyTorch tensors and CuPy arrays; see torch.from_dlpack and cupy.from_dlpack"
             )
         try:
             array = np.from_dlpack(x)
@@ -357,8 +353,8 @@ class Torch(Framework):
             )
         if type(x) not in self.plain_types:
             raise TypeError(
-                f"{_type_name(x)} is a subclass of torch.Tensor with rules of its own, which a kernel would bypass; "
-                "pass a plain tensor"
+                f"{_type_name(x)} is a subclass of torch.Tensor with rules of its own, which a kernel would "
+                "bypass; pass a plain tensor"
             )
         if self.dispatch_modes() and type(torch.empty_like(x)) is not torch.Tensor:
             raise NotImplementedError(
@@ -366,7 +362,7 @@ class Torch(Framework):
             )
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                "the input requires grad and minikernel has no gradients yet: use torch.no_grad() or x.detach()"
+                "the input requires grad and there are no gradients yet: use torch.no_grad() or x.detach()"
             )
         if self.forward_ad._current_level >= 0 and self.forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError("the input carries a forward-mode tangent, which would be lost")

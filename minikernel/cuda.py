@@ -37,9 +37,7 @@ def kernels_dir() -> Path:
     for folder in (package.parent / "kernels", package / "_kernels"):
         if (folder / _SENTINEL).is_file():
             return folder
-    raise FileNotFoundError(
-        f"minikernel is installed without its CUDA sources: no {_SENTINEL} beside {package}"
-    )
+    raise FileNotFoundError(f"minikernel is installed without its CUDA sources: no {_SENTINEL} beside {package}")
 
 
 @cache
@@ -121,9 +119,7 @@ def compile_function(name: str, macros: Mapping[str, str], index: int) -> int:
 class Layout(ctypes.Structure):
     """``struct Layout`` of kernels/common.cuh."""
 
-    _fields_ = [
-        (name, ctypes.c_longlong) for name in ("rows", "cols", "inner", "x_outer", "x_col", "x_inner")
-    ]
+    _fields_ = [(name, ctypes.c_longlong) for name in ("rows", "cols", "inner", "x_outer", "x_col", "x_inner")]
 
 
 def layout(problem: Problem) -> Layout:

@@ -205,16 +205,12 @@ def remember(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
 
 def _warn_of_fallback(problem: Problem, decision: Decision) -> None:
     if decision.fallback:
-        _warn_once(
-            "", problem, f"{problem.op} runs on the host instead of the GPU:{describe_rejections(decision)}"
-        )
+        _warn_once("", problem, f"{problem.op} runs on the host instead of the GPU:{describe_rejections(decision)}")
         return
     for name in decision.passed_over:
         declined = REGISTRY.get(name).rejects(problem)
         if not declined and (reason := REGISTRY.fault(name, problem.index)):
-            _warn_once(
-                name, problem, f"{decision.backend} is used because {name} doesn't work here: {reason}"
-            )
+            _warn_once(name, problem, f"{decision.backend} is used because {name} doesn't work here: {reason}")
 
 
 def _warn_once(about: str, problem: Problem, message: str) -> None:

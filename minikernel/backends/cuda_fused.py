@@ -22,6 +22,8 @@ _SHORT_ROW_BYTES = 1024
 _VECTORS = (2, 3, 4, 6, 8, 12, 16)
 _SHORT_VECTORS = (1, 2, 4, 8, 16)
 _MOST_CLUSTER = 16
+# Registers that a thread needs to hold so many vectors; the tests compile them all and find no spills.
+_REGISTERS = {1: 48, 2: 56, 3: 64, 4: 64, 6: 96, 8: 128, 12: 128, 16: 128}
 # Vectors that one block holds well, in registers alone or with shared memory: 128 KiB.
 _BLOCK_VECTORS = 8192
 
@@ -30,36 +32,48 @@ _BLOCK_VECTORS = 8192
 class RowPlan:
     """How softmax_fused.cu takes rows whose elements are neighbors in memory; its macros explain the fields."""
 
+    rows: int
     team: int
-    cluster: int
     vectors: int
-    shared_vectors: int
+    threads: int
+    blocks_per_sm: int
     wide: int
     congruent: bool
-    streamed: bool
-    shared: bool
-    threads: int
-    grid: int
     overlap: bool
+    parts: int = 1
+    cooperative: bool = False
+    shared_vectors: int = 0
+    shared: bool = False
+    streamed: bool = False
+
+    @property
+    def grid(self) -> int:
+        return _ceil(self.rows, self.threads // self.team) if self.team else self.rows * self.parts
 
     def macros(self) -> dict[str, object]:
-        bucket = next(size for size in (128, 256, 512, 1024) if self.threads <= size)
-        registers = min(128, 48 + 6 * self.vectors)
         return {
             "TEAM": self.team,
-            "CLUSTER": self.cluster,
+            "CLUSTER": 1 if self.cooperative else self.parts,
+            "GRID": self.cooperative,
             "VECTORS": self.vectors,
             "SHARED": self.shared,
             "STREAMED": self.streamed,
             "WIDE": self.wide,
             "CONGRUENT": self.congruent,
-            "THREADS": bucket,
-            "BLOCKS": max(1, _REGISTERS_PER_SM // (bucket * registers)),
+            "THREADS": _up(self.threads, (128, 256, 512)),
+            "BLOCKS": self.blocks_per_sm,
         }
 
     def launch(self) -> Launch:
-        shared = self.shared_vectors * self.threads * _ACCESS_BYTES
-        return Launch(self.grid, self.threads, shared, cluster=self.cluster, overlap=self.overlap)
+        return Launch(
+            self.grid,
+            self.threads,
+            shared=self.shared_vectors * self.threads * _ACCESS_BYTES,
+            cluster=1 if self.cooperative else self.parts,
+            cooperative=self.cooperative,
+            overlap=self.overlap,
+            scratch=self.grid * 16 if self.cooperative else 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -120,18 +134,14 @@ def _plan_short(problem: Problem, device: Device) -> RowPlan:
     packs = _ceil(problem.cols, wide)
     # Two vectors a lane: enough in flight, and half the shuffles.
     team = min(_WARP, _power_of_two(_ceil(packs, 2)))
-    threads = 128
     return RowPlan(
+        rows=problem.rows,
         team=team,
-        cluster=1,
         vectors=_up(_ceil(packs, team), _SHORT_VECTORS),
-        shared_vectors=0,
+        threads=128,
+        blocks_per_sm=1,
         wide=wide,
         congruent=aligned,
-        streamed=False,
-        shared=False,
-        threads=threads,
-        grid=_ceil(problem.rows, threads // team),
         overlap=device.capability >= 90,
     )
 
@@ -139,38 +149,45 @@ def _plan_short(problem: Problem, device: Device) -> RowPlan:
 def _plan_long(problem: Problem, device: Device) -> RowPlan:
     wide, _, congruent = _alignment(problem)
     packs = _ceil(problem.cols, wide)
-    cluster = _cluster(problem.rows, packs, device)
-    share = packs if cluster == 1 else _ceil(packs, cluster * 8) * 8
+    parts = _cluster(problem.rows, packs, device)
+    share = packs if parts == 1 else _ceil(packs, parts * 8) * 8
 
-    # An input that is out of step with the output takes more registers.
-    threads, vectors = _block(share, most_vectors=16 if congruent else 8)
-    blocks_per_sm = 2 if threads <= 256 else 1
-    room = min(device.shared_per_block, device.shared_per_sm // blocks_per_sm) - _RESERVED_BYTES
+    most_vectors = 16 if congruent and problem.dtype != "float64" else 8
+    threads, vectors = _block(share, most_vectors)
+    blocks_per_sm = max(1, _REGISTERS_PER_SM // (_up(threads, (128, 256, 512)) * _REGISTERS[vectors]))
     excess = max(0, _ceil(share, threads) - vectors)
-    shared_vectors = min(excess, room // (threads * _ACCESS_BYTES))
+    while blocks_per_sm > 1 and excess > _room(device, blocks_per_sm, threads):
+        blocks_per_sm -= 1
+    shared_vectors = min(excess, _room(device, blocks_per_sm, threads))
     packed_halves = ITEMSIZE[problem.dtype] == 2 and vectors > 4
-    grid = problem.rows * cluster
     return RowPlan(
+        rows=problem.rows,
         team=0,
-        cluster=cluster,
         vectors=vectors,
-        shared_vectors=shared_vectors,
+        threads=threads,
+        blocks_per_sm=blocks_per_sm,
         wide=wide,
         congruent=congruent,
-        streamed=excess > shared_vectors,
+        # Where all blocks run at once, starting early can only help.
+        overlap=device.capability >= 90 and problem.rows * parts * threads <= device.sm_count * 1024,
+        parts=parts,
+        shared_vectors=shared_vectors,
         # Without the loops over shared memory the compiler keeps half types unpacked, and spills.
         shared=shared_vectors > 0 or packed_halves,
-        threads=threads,
-        grid=grid,
-        # Where all blocks run at once, starting early can only help.
-        overlap=device.capability >= 90 and grid * threads <= device.sm_count * 1024,
+        streamed=excess > shared_vectors,
     )
+
+
+def _room(device: Device, blocks_per_sm: int, threads: int) -> int:
+    """Vectors a thread that fit in shared memory with that many blocks on a multiprocessor."""
+    room = min(device.shared_per_block, device.shared_per_sm // blocks_per_sm) - _RESERVED_BYTES
+    return room // (threads * _ACCESS_BYTES)
 
 
 def _block(packs: int, most_vectors: int) -> tuple[int, int]:
     """Threads, and vectors a thread, for a block that takes so many: the fewest places left empty."""
     if packs > most_vectors * 256:
-        return (512 if most_vectors * 256 < packs <= most_vectors * 512 else 256), most_vectors
+        return (512 if packs <= most_vectors * 512 else 256), most_vectors
     fits = [
         (threads * vectors, -vectors if packs <= 1024 else vectors, threads, vectors)
         for vectors in _VECTORS
