@@ -61,9 +61,9 @@ struct Layout {
     }
 };
 
-// Half types use the hardware's 2^x alone: its error is a thousandth of their last digit.
+// Results in a half type take the hardware's 2^x alone: its error is a thousandth of their last digit.
 __device__ __forceinline__ Acc exponential(Acc x) {
-    if constexpr (sizeof(In) == 2)
+    if constexpr (sizeof(Out) == 2)
         return __expf(x);
     else
         return exp(x);
@@ -71,6 +71,13 @@ __device__ __forceinline__ Acc exponential(Acc x) {
 
 // A sum that starts from nothing but -inf: subtracting 0 instead of -inf makes its terms 0 and not NaN.
 __device__ __forceinline__ Acc shift_for(Acc max) { return max == lowest(Acc()) ? Acc(0) : max; }
+
+// Kahan's summation: `lost` is what rounding has taken from `sum`, to be given back with the next term.
+__device__ __forceinline__ void add(Acc& sum, Acc& lost, Acc term) {
+    const Acc corrected = term - lost, next = sum + corrected;
+    lost = (next - sum) - corrected;
+    sum = next;
+}
 
 // The last step, for x less the row's max: a row of nothing but -inf has sum 0 and becomes NaN here.
 __device__ __forceinline__ Acc normalize(Acc x, Acc sum) { return LOG ? x - log(sum) : exponential(x) / sum; }

@@ -5,6 +5,27 @@
 
 // Elements moved by one instruction: 16 bytes of input, or 1 where short rows lie at any alignment.
 constexpr int kWide = WIDE;
+#ifndef HINTS
+#define HINTS 0
+#endif
+#if HINTS == 2
+#define ASYNC_HINT ".L2::256B"
+#else
+#define ASYNC_HINT ""
+#endif
+#if HINTS == 0
+#define LOAD_HINT ""
+#define STORE_HINT ""
+#elif HINTS == 1
+#define LOAD_HINT ".L1::no_allocate"
+#define STORE_HINT ".cs"
+#elif HINTS == 2
+#define LOAD_HINT ".L1::no_allocate.L2::256B"
+#define STORE_HINT ".cs"
+#else
+#define LOAD_HINT ".L1::no_allocate"
+#define STORE_HINT ""
+#endif
 
 // WIDE elements as they lie in memory.
 template <class T> struct __align__(kWide > 1 ? 16 : sizeof(T)) Pack { T at[kWide]; };
@@ -19,7 +40,7 @@ __device__ __forceinline__ void load(Pack<In>& pack, const In* from, bool wanted
         uint4& bits = reinterpret_cast<uint4&>(pack);
         asm volatile(
             "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n"
-            "  @wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+            "  @wanted ld.global" LOAD_HINT ".v4.u32 {%0, %1, %2, %3}, [%4]; }"
             : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
             : "l"(from), "r"(int(wanted)));
     }
@@ -41,27 +62,33 @@ __device__ __forceinline__ void store(Out* to, const Pack<Out>& pack) {
         const uint4* bits = reinterpret_cast<const uint4*>(&pack);
 #pragma unroll
         for (int i = 0; i < int(sizeof(pack) / 16); ++i)
-            asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<uint4*>(to) + i),
+            asm volatile("st.global" STORE_HINT ".v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<uint4*>(to) + i),
                          "r"(bits[i].x), "r"(bits[i].y), "r"(bits[i].z), "r"(bits[i].w)
                          : "memory");
     }
 }
 
 // From global straight into a slot of shared memory that only this thread uses: no barrier is needed, only
-// wait_for_async before the thread reads it.
+// wait_for_groups before the thread reads it.
 __device__ __forceinline__ void load_async(Pack<In>* slot, const In* from) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (kWide > 1 && CONGRUENT) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint(__cvta_generic_to_shared(slot))), "l"(from)
+        asm volatile("cp.async.cg.shared.global" ASYNC_HINT " [%0], [%1], 16;" ::"r"(uint(__cvta_generic_to_shared(slot))), "l"(from)
                      : "memory");
         return;
     }
 #endif
     load(*slot, from, true);
 }
-__device__ __forceinline__ void wait_for_async() {
+// Closes a group of loads; wait_for_groups waits for all but the last `LATER` groups.
+__device__ __forceinline__ void end_group() {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int LATER> __device__ __forceinline__ void wait_for_groups() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 #endif
 }
 
@@ -78,14 +105,17 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
-// Where a row's packs begin and end. Up to WIDE - 1 single elements lie before them and as many behind.
+// Where a row's packs begin and end. A block peels to a whole line of 128 bytes, so that no two warps touch one
+// line; lanes of a warp peel to a pack. The elements before and behind are taken one by one.
+constexpr int kPeel = TEAM || kWide == 1 ? kWide : 128 / int(CONGRUENT ? sizeof(In) : sizeof(Out));
+
 struct Span {
     int head, tail;
     uint vectors;
 
     __device__ Span(const In* row, const Out* out_row, long long cols) {
         const uint at = uint(CONGRUENT ? address_t(row) / sizeof(In) : address_t(out_row) / sizeof(Out));
-        head = int(min((long long)((kWide - at % kWide) % kWide), cols));
+        head = int(min((long long)((kPeel - at % kPeel) % kPeel), cols));
         vectors = uint((cols - head) / kWide);
         tail = int((cols - head) % kWide);
     }

@@ -23,14 +23,13 @@
 #include "fused_team.cuh"
 
 constexpr int kLanes = TEAM ? TEAM : 32;
-// Elements outside the vectors of a row that one thread may have to take.
+// Elements outside the packs of a row that one thread may have to take.
 constexpr int kSingles = kWide == 1 ? 0 : TEAM ? (2 * (kWide - 1) + kLanes - 1) / kLanes : 1;
+// The loads into shared memory come in groups, so that work on the first starts before the last has arrived.
+constexpr int kGroups = 4;
 // Packs that are exponentiated together, relative to one max: few, so that the work starts as the first arrive.
 constexpr int kChunk = VECTORS < 4 ? VECTORS : sizeof(In) == 2 ? 2 : 4;
 constexpr int kChunks = (VECTORS + kChunk - 1) / kChunk;
-// Terms stay in registers where they take no more than the input; else it is exponentiated a second time.
-constexpr bool kKeepTerms = !LOG && (sizeof(In) == sizeof(Acc) || (!SHARED && VECTORS * kWide <= 32));
-
 __device__ __forceinline__ Acc max_of(const Pack<In>& pack, Acc max) {
 #pragma unroll
     for (int i = 0; i < kWide; ++i) max = fmax(max, to_acc(pack.at[i]));
@@ -59,11 +58,11 @@ __device__ __forceinline__ Pack<Out> finish_pack(const Finish& finish, const Pac
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    kernel(const In* x, Out* out,
+    softmax_fused(const In* x, Out* out,
 #if GRID
-           Partial* scratch,
+                  Partial* scratch,
 #endif
-           Layout layout, int shared_vectors) {
+                  Layout layout, int shared_vectors) {
     extern __shared__ __align__(16) char memory[];
     __shared__ Partial warp_slots[32];
     Pack<In>* slots = reinterpret_cast<Pack<In>*>(memory) + threadIdx.x;
@@ -109,10 +108,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int i = 0; i < kWide; ++i) packs[v].at[i] = lowest(In());
         load(packs[v], in_run + v * kLanes * kWide, v * kLanes < left);
     }
+    const int group = (shared_vectors + kGroups - 1) / kGroups;
     if constexpr (SHARED)
-        for (int v = 0; v < shared_vectors; ++v)
-            if ((VECTORS + v) * 32 < left)
-                load_async(slots + v * blockDim.x, in_run + (VECTORS + v) * 32 * kWide);
+        for (int g = 0; g < kGroups; ++g) {
+            for (int v = g * group; v < min(shared_vectors, (g + 1) * group); ++v)
+                if ((VECTORS + v) * 32 < left)
+                    load_async(slots + v * blockDim.x, in_run + (VECTORS + v) * 32 * kWide);
+            end_group();
+        }
     Acc singles[kSingles + 1];
     const bool has_singles = kSingles && part == 0 && in_range;
 #pragma unroll
@@ -124,7 +127,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     // This thread's max and sum: of what it holds as it arrives, then of what is too much to hold.
     Partial mine = Partial::empty();
-    Acc terms[kKeepTerms ? VECTORS * kWide : 1], chunk_max[kChunks];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
         Partial chunk = Partial::empty();
@@ -136,31 +138,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const Acc shift = shift_for(chunk.max);
 #pragma unroll
         for (int v = c * kChunk; v < VECTORS && v < (c + 1) * kChunk; ++v) {
-            if constexpr (!kKeepTerms) keep_packed(packs[v]);
-#pragma unroll
-            for (int i = 0; i < kWide; ++i) {
-                const Acc term = exponential(to_acc(packs[v].at[i]) - shift);
-                chunk.sum += term;
-                if constexpr (kKeepTerms) terms[v * kWide + i] = term;
-            }
+            keep_packed(packs[v]);
+            chunk.sum += sum_of(packs[v], shift);
         }
         if (c == kChunks - 1)
 #pragma unroll
             for (int s = 0; s < kSingles; ++s) chunk.sum += exponential(singles[s] - shift);
-        chunk_max[c] = chunk.max;
         mine = c == 0 ? chunk : merge(mine, chunk);
     }
     if constexpr (SHARED) {
-        wait_for_async();
-        for (int v = 0; v < shared_vectors; ++v)
-            if ((VECTORS + v) * 32 < left) take_online(mine, slots[v * blockDim.x]);
+        auto take_group = [&](int g) {
+            for (int v = g * group; v < min(shared_vectors, (g + 1) * group); ++v)
+                if ((VECTORS + v) * 32 < left) take_online(mine, slots[v * blockDim.x]);
+        };
+        wait_for_groups<3>(), take_group(0);
+        wait_for_groups<2>(), take_group(1);
+        wait_for_groups<1>(), take_group(2);
+        wait_for_groups<0>(), take_group(3);
     }
-    if constexpr (STREAMED)
+    if constexpr (STREAMED) {
+        Acc lost = 0;  // compensated: here a thread may have any number of packs
         for (uint at = held * members + member; at < count; at += members) {
             Pack<In> pack;
             load(pack, in_part + (long long)at * kWide, true);
-            take_online(mine, pack);
+            const Acc max = max_of(pack, mine.max), scale = rescale(mine.max, max);
+            mine = {max, mine.sum * scale};
+            lost *= scale;
+            add(mine.sum, lost, sum_of(pack, shift_for(max)));
         }
+    }
 
     Partial partial = merge_over_lanes<kLanes>(mine);
     if constexpr (!TEAM) partial = merge_over_block(partial, warp_slots);
@@ -174,17 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        if (v * kLanes >= left) continue;
-        if constexpr (kKeepTerms) {
-            const Acc factor = rescale(chunk_max[v / kChunk], partial.max) * finish.factor;
-            Pack<Out> result;
-#pragma unroll
-            for (int i = 0; i < kWide; ++i) from_acc(result.at[i], terms[v * kWide + i] * factor);
-            store(to_run + v * kLanes * kWide, result);
-        } else {
-            keep_packed(packs[v]);
-            store(to_run + v * kLanes * kWide, finish_pack(finish, packs[v]));
-        }
+        keep_packed(packs[v]);
+        if (v * kLanes < left) store(to_run + v * kLanes * kWide, finish_pack(finish, packs[v]));
     }
     if constexpr (SHARED)
         for (int v = 0; v < shared_vectors; ++v)

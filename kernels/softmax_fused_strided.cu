@@ -28,7 +28,7 @@ template <class Copy> __device__ __forceinline__ void for_each_in_tile(const Lay
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) kernel(const In* x, Out* out, Layout layout) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) softmax_fused_strided(const In* x, Out* out, Layout layout) {
     __shared__ Tile tile;
     __shared__ Partial partials[kSharing][LANES];
     const int lane = threadIdx.x % LANES, mine = threadIdx.x / LANES;
@@ -58,16 +58,20 @@ extern "C" __global__ void __launch_bounds__(kThreads) kernel(const In* x, Out* 
         };
 
         Partial partial = Partial::empty();
+        Acc lost = 0;  // compensated: a thread may have any number of columns
         for (long long base = 0; base < layout.cols; base += kColumns) {
             Acc values[kEach];
             read(base, values);
             Acc max = partial.max;
 #pragma unroll
             for (int i = 0; i < kEach; ++i) max = fmax(max, values[i]);
-            partial.sum *= rescale(partial.max, max);
-            partial.max = max;
+            const Acc scale = rescale(partial.max, max);
+            Acc sum = 0;
 #pragma unroll
-            for (int i = 0; i < kEach; ++i) partial.sum += exponential(values[i] - shift_for(max));
+            for (int i = 0; i < kEach; ++i) sum += exponential(values[i] - shift_for(max));
+            partial = {max, partial.sum * scale};
+            lost *= scale;
+            add(partial.sum, lost, sum);
         }
 
         partials[mine][lane] = partial;

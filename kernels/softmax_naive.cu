@@ -5,7 +5,7 @@
 
 #include "common.cuh"
 
-extern "C" __global__ void kernel(const In* x, Out* out, Layout layout) {
+extern "C" __global__ void softmax_naive(const In* x, Out* out, Layout layout) {
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x; row < layout.rows; row += step) {
         const In* in = layout.x_row(x, row);
@@ -15,14 +15,9 @@ extern "C" __global__ void kernel(const In* x, Out* out, Layout layout) {
         for (long long c = 0; c < layout.cols; ++c) max = fmax(max, to_acc(in[c * layout.x_col]));
         const Acc shift = shift_for(max);
 
-        // Kahan's summation: thousands of terms added one by one in float32 would lose digits.
-        Acc sum = 0, lost = 0;
-        for (long long c = 0; c < layout.cols; ++c) {
-            const Acc term = exponential(to_acc(in[c * layout.x_col]) - shift) - lost;
-            const Acc next = sum + term;
-            lost = (next - sum) - term;
-            sum = next;
-        }
+        Acc sum = 0, lost = 0;  // compensated: thousands of terms one by one would lose digits
+        for (long long c = 0; c < layout.cols; ++c)
+            add(sum, lost, exponential(to_acc(in[c * layout.x_col]) - shift));
 
         for (long long c = 0; c < layout.cols; ++c)
             from_acc(to[c * layout.inner], normalize(to_acc(in[c * layout.x_col]) - shift, sum));

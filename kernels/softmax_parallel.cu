@@ -33,7 +33,7 @@ template <class Op> __device__ Acc reduce_block(Acc value) {
     return value;
 }
 
-extern "C" __global__ void kernel(const In* x, Out* out, Layout layout) {
+extern "C" __global__ void softmax_parallel(const In* x, Out* out, Layout layout) {
     for (long long row = blockIdx.x; row < layout.rows; row += gridDim.x) {
         const In* in = layout.x_row(x, row);
         Out* to = layout.out_row(out, row);

@@ -6,7 +6,7 @@
 
 #include "common.cuh"
 
-extern "C" __global__ void kernel(const In* x, Out* out, Layout layout) {
+extern "C" __global__ void softmax_smem(const In* x, Out* out, Layout layout) {
     extern __shared__ __align__(16) char memory[];
     In* row_values = reinterpret_cast<In*>(memory);
     __shared__ Acc shift, sum;
@@ -23,13 +23,9 @@ extern "C" __global__ void kernel(const In* x, Out* out, Layout layout) {
             Acc max = lowest(Acc());
             for (long long c = 0; c < layout.cols; ++c) max = fmax(max, to_acc(row_values[c]));
             shift = shift_for(max);
-            Acc total = 0, lost = 0;  // Kahan's summation, as in rung 1
-            for (long long c = 0; c < layout.cols; ++c) {
-                const Acc term = exponential(to_acc(row_values[c]) - shift) - lost;
-                const Acc next = total + term;
-                lost = (next - total) - term;
-                total = next;
-            }
+            Acc total = 0, lost = 0;  // compensated, as in rung 1
+            for (long long c = 0; c < layout.cols; ++c)
+                add(total, lost, exponential(to_acc(row_values[c]) - shift));
             sum = total;
         }
         __syncthreads();

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import platform
 from collections.abc import Sequence
@@ -33,15 +32,10 @@ def _gpus() -> list[dict[str, str]]:
     """Model and compute capability of each visible GPU, from the driver: no framework is needed."""
     if driver.obstacles():
         return []
-    cuda = driver._driver()
-    count = ctypes.c_int()
-    cuda.cuDeviceGetCount(ctypes.byref(count))
     found = []
-    for index in range(count.value):
-        name = ctypes.create_string_buffer(256)
-        cuda.cuDeviceGetName(name, len(name), index)
+    for index in range(driver.count()):
         major, minor = divmod(driver.device(index).capability, 10)
-        found.append({"model": name.value.decode(), "compute_capability": f"{major}.{minor}"})
+        found.append({"model": driver.name(index), "compute_capability": f"{major}.{minor}"})
     return found
 
 

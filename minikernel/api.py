@@ -120,11 +120,11 @@ def _call(op: str, x: Any, dim: int, backend: str, dtype: Any, out: Any, unknown
         return _call_into(framework, op, x, dim, backend, dtype, out)
     signature = framework.key(x)
     if signature is None or type(dim) is not int:
-        return _bind(framework, op, x, dim, backend, dtype)(x)
+        return _bind(framework, op, x, dim, backend, dtype, plain=False)(x)
     key = (op, dim, backend, dtype, dispatch.override.get(), signature)
     call = _calls.get(key)
     if call is None:
-        call = _bind(framework, op, x, dim, backend, dtype)
+        call = _bind(framework, op, x, dim, backend, dtype, plain=True)
         dispatch.remember(_calls, key, call)
     return call(x)
 
@@ -232,8 +232,13 @@ def _executor(
     return run_on_host
 
 
-def _bind(framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any) -> Callable[[Any], Any]:
-    """What a call with these arguments comes to, as a function of the array alone."""
+def _bind(
+    framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any, *, plain: bool
+) -> Callable[[Any], Any]:
+    """What a call with these arguments comes to, as a function of the array alone.
+
+    ``plain`` says that ``framework.check`` would return every array with this key as it is.
+    """
     request = _examine(framework, op, x, dim, dtype)
     out_dtype = request.out_dtype
     if request.problem is None:
@@ -248,7 +253,7 @@ def _bind(framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: 
         execute(prepared, out)
         return framework.finish(out, x)
 
-    if request.cast or request.copy or decision.through:
+    if not plain or request.cast or request.copy or decision.through:
         return call
     return framework.fast_call(x, request.problem, kernel) or call
 
@@ -283,7 +288,9 @@ def _bind_into(
         raise TypeError(f"out must have the dtype {given}, not {framework.dtype(out)}")
     if framework.device(out) != framework.device(x):
         raise ValueError(f"out must be on the input's device {framework.device(x)}, not {framework.device(out)}")
-    if any(size > 1 and stride == 0 for size, stride in zip(out_shape, out_strides, strict=True)):
+    if 0 not in out_shape and any(
+        size > 1 and stride == 0 for size, stride in zip(out_shape, out_strides, strict=True)
+    ):
         raise ValueError("out has several elements in one place (it is expanded): it can't be filled")
 
     filled_directly = arrays.is_contiguous(out_shape, out_strides)

@@ -106,27 +106,28 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def overlap(framework: Framework, a: Any, b: Any) -> bool:
-    """Whether two arrays of one framework share any memory; in doubt, that they do."""
+class _Footprint:
+    """Where an array's elements lie. NumPy only reasons about the addresses, so they may be a device's."""
 
-    def ghost(x: Any) -> np.ndarray:
-        # Never dereferenced: NumPy only reasons about addresses, so this serves device memory too.
+    def __init__(self, framework: Framework, x: Any) -> None:
         shape, strides = framework.geometry(x)
         size = ITEMSIZE.get(framework.dtype(x), 1)
-        interface = {
+        self.__array_interface__ = {
             "version": 3,
             "shape": tuple(shape),
             "strides": tuple(s * size for s in strides),
             "typestr": f"|V{size}",
             "data": (framework.address(x), True),
         }
-        return np.asarray(type("Ghost", (), {"__array_interface__": interface})())
 
+
+def overlap(framework: Framework, a: Any, b: Any) -> bool:
+    """Whether two arrays of one framework share any memory; in doubt, that they do."""
     if framework.device(a) != framework.device(b):
         return False
-    ghosts = ghost(a), ghost(b)
+    footprints = [np.asarray(_Footprint(framework, x)) for x in (a, b)]
     try:
-        return np.shares_memory(*ghosts, max_work=10_000)  # type: ignore[arg-type]  # the stub knows -1 and 0 only
+        return np.shares_memory(*footprints, max_work=10_000)  # type: ignore[arg-type, misc]  # stub: -1 and 0
     except np.exceptions.TooHardError:
         return True
 
@@ -280,8 +281,23 @@ class NumPy(Framework):
         if not isinstance(out, np.ndarray) or not out.flags.writeable or not out.dtype.isnative:
             raise ValueError("out must be a writable NumPy array in native byte order")
 
+    def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
+        if type(x) is not np.ndarray or self.check(x) is not x or not x.flags.c_contiguous:
+            return None
+        if x.dtype.name == "bfloat16" or problem.out_dtype == "bfloat16":
+            return None
+        empty, run, shape, dtype = np.empty, kernel.run, x.shape, np.dtype(problem.out_dtype)
+        seen = problem.outer, problem.cols, problem.inner
+
+        def call(x: Any) -> Any:
+            out = empty(shape, dtype)
+            run(x.reshape(seen), out.reshape(seen), 0, 0)
+            return out
+
+        return call
+
     def key(self, x: Any) -> tuple[Any, ...] | None:
-        return x.dtype, x.shape, x.strides
+        return type(x), x.dtype, x.shape, x.strides, x.flags.aligned
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -336,6 +352,7 @@ class Torch(Framework):
         self.torch = torch
         self.dtypes = {name: getattr(torch, name) for name in ITEMSIZE}
         self.plain_types = (torch.Tensor, torch.nn.Parameter)
+        self.strided = torch.strided
         functorch = getattr(torch._C, "_functorch", None)
         self.is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", lambda x: False)
         self.forward_ad = torch.autograd.forward_ad
@@ -348,13 +365,16 @@ class Torch(Framework):
     def check(self, x: Any) -> Any:
         torch = self.torch
         if self.is_wrapped(x):
-            raise NotImplementedError(
-                "minikernel has no gradients or batching rules yet: call it outside torch.func"
-            )
+            raise NotImplementedError("there are no gradients or batching rules yet: call it outside torch.func")
         if type(x) not in self.plain_types:
             raise TypeError(
                 f"{_type_name(x)} is a subclass of torch.Tensor with rules of its own, which a kernel would "
                 "bypass; pass a plain tensor"
+            )
+        if x.is_nested or x.is_quantized or x.layout != torch.strided:
+            kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
+            raise TypeError(
+                f"a {kind} tensor has no path here: pass a dense one (x.to_dense(), x.dequantize(), ...)"
             )
         if self.dispatch_modes() and type(torch.empty_like(x)) is not torch.Tensor:
             raise NotImplementedError(
@@ -366,11 +386,6 @@ class Torch(Framework):
             )
         if self.forward_ad._current_level >= 0 and self.forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError("the input carries a forward-mode tangent, which would be lost")
-        if x.is_nested or x.is_quantized or x.layout != torch.strided:
-            kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
-            raise TypeError(
-                f"a {kind} tensor has no path here: pass a dense one (x.to_dense(), x.dequantize(), ...)"
-            )
         x = x.detach()
         return x.resolve_neg() if x.is_neg() else x
 
@@ -461,7 +476,10 @@ class Torch(Framework):
 
     def key(self, x: Any) -> tuple[Any, ...] | None:
         if (
-            x.requires_grad
+            type(x) not in self.plain_types
+            or x.requires_grad
+            or x.layout is not self.strided
+            or x.is_nested
             or x.is_neg()
             or self.is_wrapped(x)
             or self.forward_ad._current_level >= 0

@@ -97,7 +97,7 @@ def _explain(error: BaseException) -> str:
 
 
 def compile_function(name: str, macros: Mapping[str, str], index: int) -> int:
-    """The ``CUfunction`` named ``kernel`` of a file, compiled once per device and set of macros.
+    """The ``CUfunction`` of a file, named like it, compiled once per device and set of macros.
 
     Raises:
         BackendUnavailable: NVRTC or the driver refused it.
@@ -108,9 +108,9 @@ def compile_function(name: str, macros: Mapping[str, str], index: int) -> int:
             try:
                 import cupy
 
-                with cupy.cuda.Device(index):
+                with driver.setting_up(index), cupy.cuda.Device(index):
                     module = cupy.RawModule(code=source(name), options=options(macros))
-                    _modules[key] = module, module.get_function("kernel").kernel.ptr
+                    _modules[key] = module, module.get_function(Path(name).stem).kernel.ptr
             except Exception as error:
                 raise BackendUnavailable(f"{name} failed to compile: {_explain(error)}") from error
         return _modules[key][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -219,4 +220,12 @@ def _warn_once(about: str, problem: Problem, message: str) -> None:
         if key in _warned:
             return
         _warned.add(key)
-    warnings.warn(message, FallbackWarning, stacklevel=2)
+    warnings.warn(message, FallbackWarning, stacklevel=_frames_to_caller())
+
+
+def _frames_to_caller() -> int:
+    """``stacklevel`` that lets a warning point at the line that called the library."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+        level, frame = level + 1, frame.f_back
+    return level

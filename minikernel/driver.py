@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ _SUCCESS = 0
 _INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+_CAPTURE_RELAXED = 2
 # A block gets 48 KiB of shared memory without opting in; a kernel's static variables count too, up to 8 KiB here.
 _SURE_SHARED_BYTES = 40 * 1024
 
@@ -34,7 +36,8 @@ def _driver() -> ctypes.CDLL:
         library = ctypes.CDLL(name)
     except OSError as error:
         raise CudaError(f"no NVIDIA driver was found ({name} can't be loaded)") from error
-    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    if hasattr(library, "cuLaunchKernelEx"):
+        library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     return library
 
 
@@ -87,19 +90,34 @@ def device(index: int) -> Device:
     )
 
 
+def count() -> int:
+    """How many CUDA devices this process sees."""
+    cuda = _driver()
+    _check(cuda.cuInit(0), "initialize")
+    found = ctypes.c_int()
+    _check(cuda.cuDeviceGetCount(ctypes.byref(found)), "count the devices")
+    return found.value
+
+
+def name(index: int) -> str:
+    """The model name of the GPU of that ordinal."""
+    text = ctypes.create_string_buffer(256)
+    handle = ctypes.c_int()
+    _check(_driver().cuDeviceGet(ctypes.byref(handle), index), f"find device {index}")
+    _check(_driver().cuDeviceGetName(text, len(text), handle), f"name device {index}")
+    return text.value.decode()
+
+
 @cache
 def obstacles() -> list[str]:
     """Why no CUDA kernel can run on this machine; empty if one can."""
     try:
-        cuda = _driver()
-        _check(cuda.cuInit(0), "initialize")
-        count = ctypes.c_int()
-        _check(cuda.cuDeviceGetCount(ctypes.byref(count)), "count the devices")
+        devices = count()
     except CudaError as error:
         return [str(error)]
-    if not hasattr(cuda, "cuLaunchKernelEx"):
+    if not hasattr(_driver(), "cuLaunchKernelEx"):
         return ["the NVIDIA driver is too old: CUDA 12 needs version 525 or newer"]
-    return [] if count.value else ["no CUDA device is visible"]
+    return [] if devices else ["no CUDA device is visible"]
 
 
 class _ClusterShape(ctypes.Structure):
@@ -161,6 +179,26 @@ class Launch:
         return found
 
 
+_opted_in: dict[int, int] = {}
+
+
+def _opt_in(function: int, launch: Launch) -> None:
+    """Allow a function what the launch needs beyond what every GPU grants, for as long as it lives."""
+    cuda, handle = _driver(), ctypes.c_void_p(function)
+    # One function serves many lengths: a shorter row must not take back what a longer one was granted.
+    if launch.shared > max(_SURE_SHARED_BYTES, _opted_in.get(function, 0)):
+        _check(
+            cuda.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared),
+            f"give a block {launch.shared} bytes of shared memory",
+        )
+        _opted_in[function] = launch.shared
+    if launch.cluster > 8:
+        _check(
+            cuda.cuFuncSetAttribute(handle, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+            f"allow clusters of {launch.cluster} blocks",
+        )
+
+
 def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) -> Kernel:
     """Make a compiled function callable.
 
@@ -172,17 +210,8 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
         constants: The remaining parameters, as ctypes values.
     """
     cuda = _driver()
-    if launch.shared > _SURE_SHARED_BYTES:
-        _check(
-            cuda.cuFuncSetAttribute(ctypes.c_void_p(function), _MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared),
-            f"give a block {launch.shared} bytes of shared memory",
-        )
-    if launch.cluster > 8:
-        _check(
-            cuda.cuFuncSetAttribute(ctypes.c_void_p(function), _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
-            f"allow clusters of {launch.cluster} blocks",
-        )
-
+    with setting_up(index):
+        _opt_in(function, launch)
     attributes = launch.attributes()
     pointers = 3 if launch.scratch else 2
     # Triton's kernels end with up to two pointers of its own, null here; the driver reads only those there are.
@@ -244,25 +273,41 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
     return Kernel(run, launch.scratch)
 
 
+@contextmanager
+def setting_up(index: int) -> Iterator[None]:
+    """The device's primary context, in which modules can be loaded, also while this thread captures a graph."""
+    cuda = _driver()
+    before, mode = ctypes.c_void_p(), ctypes.c_int(_CAPTURE_RELAXED)
+    _check(cuda.cuInit(0), "initialize")
+    _check(cuda.cuCtxGetCurrent(ctypes.byref(before)), "read the current context")
+    bind_primary_context(index)
+    _check(cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "set the capture mode")
+    try:
+        yield
+    finally:
+        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        cuda.cuCtxSetCurrent(before)
+
+
 def load(image: bytes, name: str, index: int) -> int:
     """``CUfunction`` handle of a kernel in a cubin, loaded on a device for as long as the process lives."""
     cuda = _driver()
-    before = ctypes.c_void_p()
-    _check(cuda.cuCtxGetCurrent(ctypes.byref(before)), "read the current context")
-    bind_primary_context(index)
-    try:
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    with setting_up(index):
         _check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"load {name}")
         _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"find {name}")
-    finally:
-        cuda.cuCtxSetCurrent(before)
     return function.value or 0
 
 
+@cache
+def primary_context(index: int) -> ctypes.c_void_p:
+    """The device's primary context, which every framework uses; kept for as long as the process lives."""
+    context, handle = ctypes.c_void_p(), ctypes.c_int()
+    _check(_driver().cuDeviceGet(ctypes.byref(handle), index), f"find device {index}")
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"use device {index}")
+    return context
+
+
 def bind_primary_context(index: int) -> None:
-    """Make the device's primary context, which every framework uses, current in this thread."""
-    cuda = _driver()
-    context = ctypes.c_void_p()
-    # Never released: a context that the frameworks share must outlive what is loaded into it.
-    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), index), f"use device {index}")
-    _check(cuda.cuCtxSetCurrent(context), f"use device {index}")
+    """Make the device's primary context current in this thread."""
+    _check(_driver().cuCtxSetCurrent(primary_context(index)), f"use device {index}")

@@ -151,15 +151,11 @@ def annotate(metrics: Metrics, units: Metrics, shape: tuple[int, int]) -> list[s
         value = find(metrics)
         if label.startswith("duration"):
             unit = units.get("gpu__time_duration.sum", "")
-        lines.append(
-            f"{label + ':':36}" + ("not in this report" if value is None else f"{value:,.4g} {unit}")
-        )
+        lines.append(f"{label + ':':36}" + ("not in this report" if value is None else f"{value:,.4g} {unit}"))
     lines.append(f"{'dominant stall:':36}{dominant_stall(metrics)}")
     held = sum(value for _, value in stalls(metrics)) or 1.0
     for reason, value in stalls(metrics)[:5]:
-        lines.append(
-            f"    {stall_name(reason):52}{value:8.2f} warps per issue, {value / held:.0%} of all stalls"
-        )
+        lines.append(f"    {stall_name(reason):52}{value:8.2f} warps per issue, {value / held:.0%} of all stalls")
     return [line.rstrip() for line in lines]
 
 

@@ -16,16 +16,22 @@ _REGISTERS_PER_SM = 65536
 # Shared memory that the driver keeps for itself in each block, and the kernel's own few variables.
 _RESERVED_BYTES = 1024 + 1024
 
-# Rows up to this size are shared by lanes of one warp.
-_SHORT_ROW_BYTES = 1024
+# Rows up to this size are shared by lanes of one warp; by one element at a time where they are out of line.
+_SHORT_ROW_BYTES = 2048
+_SHORT_UNALIGNED_BYTES = 512
 # Vectors that a thread may hold in registers; each is a kernel of its own, so few.
 _VECTORS = (2, 3, 4, 6, 8, 12, 16)
-_SHORT_VECTORS = (1, 2, 4, 8, 16)
+_SHORT_VECTORS = (1, 2, 4, 8)
 _MOST_CLUSTER = 16
+# Packs of a row that one block holds well: 64 KiB, so that several blocks are on a multiprocessor.
+_PACKS = 4096
+# Of a larger block's, those that are in registers; the rest are in shared memory.
+_GRID_VECTORS = 4
+# Blocks are compiled for at most so many threads.
+_BLOCK_SIZES = (128, 256, 512)
+_FEW_WAVES = 8
 # Registers that a thread needs to hold so many vectors; the tests compile them all and find no spills.
-_REGISTERS = {1: 48, 2: 56, 3: 64, 4: 64, 6: 96, 8: 128, 12: 128, 16: 128}
-# Vectors that one block holds well, in registers alone or with shared memory: 128 KiB.
-_BLOCK_VECTORS = 8192
+_REGISTERS = {2: 56, 3: 64, 4: 64, 6: 96, 8: 128, 12: 128, 16: 128}
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class RowPlan:
             "STREAMED": self.streamed,
             "WIDE": self.wide,
             "CONGRUENT": self.congruent,
-            "THREADS": _up(self.threads, (128, 256, 512)),
+            "THREADS": _up(self.threads, _BLOCK_SIZES),
             "BLOCKS": self.blocks_per_sm,
         }
 
@@ -97,7 +103,9 @@ def plan(problem: Problem, device: Device) -> RowPlan | StridedPlan:
     rows_are_contiguous = problem.inner == 1 and (problem.strides[1] == 1 or problem.cols == 1)
     if not rows_are_contiguous:
         return _plan_strided(problem, device)
-    if problem.cols * ITEMSIZE[problem.dtype] <= _SHORT_ROW_BYTES:
+    _, _, congruent = _alignment(problem)
+    short = _SHORT_ROW_BYTES if congruent else _SHORT_UNALIGNED_BYTES
+    if problem.cols * ITEMSIZE[problem.dtype] <= short:
         return _plan_short(problem, device)
     return _plan_long(problem, device)
 
@@ -128,8 +136,8 @@ def _power_of_two(value: int) -> int:
 
 
 def _plan_short(problem: Problem, device: Device) -> RowPlan:
-    wide, aligned, _ = _alignment(problem)
-    if not aligned:
+    wide, aligned, congruent = _alignment(problem)
+    if not aligned and problem.cols * ITEMSIZE[problem.dtype] <= _SHORT_UNALIGNED_BYTES:
         wide = 1  # neighboring lanes take neighboring elements, at any alignment
     packs = _ceil(problem.cols, wide)
     # Two vectors a lane: enough in flight, and half the shuffles.
@@ -141,7 +149,7 @@ def _plan_short(problem: Problem, device: Device) -> RowPlan:
         threads=128,
         blocks_per_sm=1,
         wide=wide,
-        congruent=aligned,
+        congruent=congruent and wide > 1,
         overlap=device.capability >= 90,
     )
 
@@ -149,17 +157,17 @@ def _plan_short(problem: Problem, device: Device) -> RowPlan:
 def _plan_long(problem: Problem, device: Device) -> RowPlan:
     wide, _, congruent = _alignment(problem)
     packs = _ceil(problem.cols, wide)
-    parts = _cluster(problem.rows, packs, device)
+    parts, cooperative = _spread(problem, packs, device)
     share = packs if parts == 1 else _ceil(packs, parts * 8) * 8
 
-    most_vectors = 16 if congruent and problem.dtype != "float64" else 8
-    threads, vectors = _block(share, most_vectors)
-    blocks_per_sm = max(1, _REGISTERS_PER_SM // (_up(threads, (128, 256, 512)) * _REGISTERS[vectors]))
+    threads, vectors = _block(problem, share, congruent, device, few=problem.rows * parts <= device.sm_count)
     excess = max(0, _ceil(share, threads) - vectors)
+    registers = min(128, _REGISTERS[vectors] * (2 if problem.dtype == "float64" else 1))
+    blocks_per_sm = max(1, _REGISTERS_PER_SM // (_up(threads, _BLOCK_SIZES) * registers))
     while blocks_per_sm > 1 and excess > _room(device, blocks_per_sm, threads):
         blocks_per_sm -= 1
     shared_vectors = min(excess, _room(device, blocks_per_sm, threads))
-    packed_halves = ITEMSIZE[problem.dtype] == 2 and vectors > 4
+    packed_halves = _is_half(problem) and vectors > 4
     return RowPlan(
         rows=problem.rows,
         team=0,
@@ -168,9 +176,10 @@ def _plan_long(problem: Problem, device: Device) -> RowPlan:
         blocks_per_sm=blocks_per_sm,
         wide=wide,
         congruent=congruent,
-        # Where all blocks run at once, starting early can only help.
-        overlap=device.capability >= 90 and problem.rows * parts * threads <= device.sm_count * 1024,
+        # It costs where many clusters wait for their turn.
+        overlap=device.capability >= 90 and (parts == 1 or problem.rows * parts <= 8 * device.sm_count),
         parts=parts,
+        cooperative=cooperative,
         shared_vectors=shared_vectors,
         # Without the loops over shared memory the compiler keeps half types unpacked, and spills.
         shared=shared_vectors > 0 or packed_halves,
@@ -184,30 +193,59 @@ def _room(device: Device, blocks_per_sm: int, threads: int) -> int:
     return room // (threads * _ACCESS_BYTES)
 
 
-def _block(packs: int, most_vectors: int) -> tuple[int, int]:
-    """Threads, and vectors a thread, for a block that takes so many: the fewest places left empty."""
-    if packs > most_vectors * 256:
-        return (512 if packs <= most_vectors * 512 else 256), most_vectors
-    fits = [
-        (threads * vectors, -vectors if packs <= 1024 else vectors, threads, vectors)
-        for vectors in _VECTORS
-        for threads in (max(64, _ceil(_ceil(packs, vectors), _WARP) * _WARP),)
-        if vectors <= most_vectors and threads <= 256
-    ]
-    _, _, threads, vectors = min(fits)
-    return threads, vectors
+def _is_half(problem: Problem) -> bool:
+    return ITEMSIZE[problem.dtype] == 2
 
 
-def _cluster(rows: int, packs: int, device: Device) -> int:
-    """Blocks that share a row: enough to hold a long row, and to keep the whole chip busy with few rows."""
+def _waves(problem: Problem, device: Device) -> float:
+    """How many times the input would fill the chip, at about 200 KB a multiprocessor."""
+    return problem.rows * problem.cols * ITEMSIZE[problem.dtype] / (device.sm_count * 200_000)
+
+
+def _spread(problem: Problem, packs: int, device: Device) -> tuple[int, bool]:
+    """Blocks that share a row, and whether they are the whole grid rather than clusters."""
+    # A few very long rows: the grid holds what clusters, which don't fill the chip, would have to read twice.
+    if problem.rows <= device.sm_count and packs > _MOST_CLUSTER * _PACKS:
+        parts = device.sm_count // problem.rows
+        if _ceil(packs, parts * 8) * 8 <= (_GRID_VECTORS + _room(device, 1, 512)) * 512:
+            return parts, True
     if device.capability < 90:
-        return 1
-    cluster = 1
-    while cluster < _MOST_CLUSTER and (
-        packs > cluster * _BLOCK_VECTORS or (rows * cluster < device.sm_count and packs > cluster * 2048)
+        return 1, False
+    # Where the input fills the chip only a few times, smaller blocks leave less of it idle at the end.
+    most = _PACKS if _is_half(problem) else 2 * _PACKS
+    if _waves(problem, device) < _FEW_WAVES:
+        most //= 2
+    parts = 1
+    while parts < _MOST_CLUSTER and (
+        packs > parts * most or (problem.rows * parts * 4 < device.sm_count and packs > parts * 1024)
     ):
-        cluster *= 2
-    return cluster
+        parts *= 2
+    return parts, False
+
+
+def _block(problem: Problem, packs: int, congruent: bool, device: Device, few: bool) -> tuple[int, int]:
+    """Threads, and vectors a thread, for a block that takes so many packs."""
+    # float64, and an input that is out of step with the output, take more registers; so do newer chips.
+    most = 8 if problem.dtype == "float64" or not congruent else 12 if device.capability >= 120 else 16
+    if packs > _PACKS:
+        return 512, _GRID_VECTORS
+    if packs > most * 256:
+        return 256, 4
+    if not few and problem.cols > packs * _ACCESS_BYTES // ITEMSIZE[problem.dtype] and packs > 1024:
+        # Part of a row, most of it in shared memory: several blocks fit on a multiprocessor.
+        return 256, 2 if _waves(problem, device) < _FEW_WAVES else 4
+    # A line of 128 bytes is peeled one element a thread.
+    fewest = 96 if _is_half(problem) else 64
+    candidates = [
+        (max(fewest, _ceil(_ceil(packs, vectors), _WARP) * _WARP), vectors)
+        for vectors in _VECTORS
+        if vectors <= (6 if packs <= 1536 else most)
+    ]
+    # The fewest places left empty; then about 96 threads for short rows, few for long ones unless there are few.
+    return min(
+        (c for c in candidates if c[0] <= 256),
+        key=lambda c: (c[0] * c[1], abs(c[0] - 96) if packs <= 1536 and not few else -c[0] if few else c[0], -c[1]),
+    )
 
 
 def _plan_strided(problem: Problem, device: Device) -> StridedPlan:

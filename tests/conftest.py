@@ -1,0 +1,90 @@
+"""Fixtures and skips that all tests share."""
+
+from __future__ import annotations
+
+import pytest
+from cases import GPU_BACKENDS, KINDS, Failures, Route
+
+import minikernel
+from minikernel import api, cuda, dispatch, driver
+from minikernel.registry import REGISTRY
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and (reasons := driver.obstacles()):
+        pytest.skip("; ".join(reasons))
+
+
+def _routes(*pairs):
+    return [
+        pytest.param(
+            (backend, kind), marks=pytest.mark.gpu if backend in GPU_BACKENDS else (), id=f"{backend}-{kind}"
+        )
+        for backend, kind in pairs
+    ]
+
+
+def _open(pair) -> Route:
+    backend, kind = pair
+    info = minikernel.list_backends()[backend]
+    if not info.available:
+        pytest.skip("; ".join(info.reasons))
+    KINDS[kind].skip_unless_usable()
+    return Route(backend, KINDS[kind])
+
+
+@pytest.fixture(
+    params=_routes(
+        *(("numpy", kind) for kind in ("numpy", "torch-cpu", "dlpack")),
+        *((backend, kind) for backend in GPU_BACKENDS for kind in ("torch-cuda", "cupy")),
+    )
+)
+def route(request) -> Route:
+    """Every backend, from every kind of array whose memory it works in."""
+    return _open(request.param)
+
+
+@pytest.fixture(params=_routes(("numpy", "torch-cpu"), *((backend, "torch-cuda") for backend in GPU_BACKENDS)))
+def torch_route(request) -> Route:
+    """Every backend once, from PyTorch: for what takes long, or depends on the backend alone."""
+    return _open(request.param)
+
+
+@pytest.fixture(params=_routes(*((b, kind) for b in GPU_BACKENDS for kind in ("numpy", "torch-cpu", "dlpack"))))
+def copied_route(request) -> Route:
+    """Every GPU backend from host memory: asked for by name, so the input is copied over and back."""
+    return _open(request.param)
+
+
+@pytest.fixture
+def failures():
+    """Collects the failures of many small cases; the test fails with them all at its end."""
+    return Failures()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    result = yield
+    if (found := pyfuncitem.funcargs.get("failures")) is not None:
+        found.report()
+    return result
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """The registry, to do with as a test likes: what it remembers is put back afterwards."""
+    REGISTRY.names()
+    for name in ("_backends", "_broken", "_unavailable"):
+        monkeypatch.setattr(REGISTRY, name, dict(getattr(REGISTRY, name)))
+    monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr(cuda, "_modules", dict(cuda._modules))
+    _forget()
+    yield REGISTRY
+    monkeypatch.undo()
+    _forget()
+
+
+def _forget():
+    REGISTRY._changed()
+    assert not api._calls
+    assert not dispatch._kernels

@@ -1,0 +1,182 @@
+"""Every CUDA source compiles for every supported GPU, on any machine: NVRTC needs no driver. Nothing spills."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import product
+
+import pytest
+from cases import OPS
+from test_plan import DEVICES, PAIRS, fused_problems
+
+from minikernel import cuda
+from minikernel.backends import cuda_fused
+from minikernel.problem import Problem
+
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
+NOT_FUSED = ("softmax_naive.cu", "softmax_smem.cu", "softmax_parallel.cu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nvrtc():
+    pytest.importorskip("cupy", reason="NVRTC is reached through CuPy, which is not installed here")
+    from cupy.cuda import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except Exception as error:
+        pytest.skip(f"CuPy finds no NVRTC: {error}")
+    return nvrtc
+
+
+def test_supported_capabilities_are_the_compiler_s(nvrtc):
+    known = set(nvrtc.getSupportedArchs())
+    assert {80, 90} <= known
+    if missing := set(CAPABILITIES) - known:
+        assert missing <= {75, 100, 120}, "an older NVRTC has no Blackwell, a newer one may drop Turing"
+
+
+@cache
+def resources(file: str, macros: tuple[tuple[str, str], ...], capability: int) -> dict[str, int]:
+    """What a kernel takes of a multiprocessor, as ptxas reports it."""
+    from cupy.cuda import nvrtc
+
+    if capability not in nvrtc.getSupportedArchs():
+        pytest.skip(f"this NVRTC can't compile for sm_{capability}")
+    # ftz as CuPy adds it.
+    options = [*cuda.options(dict(macros)), "-ftz=true", f"-arch=sm_{capability}", "--ptxas-options=-v"]
+    program = nvrtc.createProgram(cuda.source(file), file, [], [])
+    try:
+        nvrtc.compileProgram(program, options)
+        assert nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError:
+        pytest.fail(f"{file} {dict(macros)} for sm_{capability}:\n{nvrtc.getProgramLog(program)}")
+    finally:
+        log = nvrtc.getProgramLog(program)
+        nvrtc.destroyProgram(program)
+    assert not re.search(r"\bwarning\b", log), log
+    local = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    used = re.search(r"Used (\d+) registers", log)
+    if not (local and used):
+        pytest.skip("this NVRTC doesn't report registers and spills")
+    stack, stores, loads = map(int, local.groups())
+    return {"stack": stack, "spill stores": stores, "spill loads": loads, "registers": int(used[1])}
+
+
+def macros_of(problem: Problem, **more: object) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(cuda.defines(problem, **more).items()))
+
+
+def a_problem(op: str, dtype: str, out_dtype: str) -> Problem:
+    return Problem(op, "cuda", 0, dtype, out_dtype, 512, 600, 1, (600, 1, 1))
+
+
+def assert_lean(file: str, macros: tuple[tuple[str, str], ...], capability: int) -> None:
+    used = resources(file, macros, capability)
+    in_local_memory = {name: size for name, size in used.items() if name != "registers" and size}
+    assert not in_local_memory, f"{file} {dict(macros)} for sm_{capability} uses local memory: {used}"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("file", NOT_FUSED)
+def test_the_lower_rungs(file, capability, failures):
+    for op, (dtype, out_dtype) in product(OPS, PAIRS if capability in (80, 90) else PAIRS[1::2]):
+        with failures.case(f"{op}, {dtype} to {out_dtype}"):
+            if dtype != "float64":  # double's exp and log call a slow path with a stack on some GPUs
+                assert_lean(file, macros_of(a_problem(op, dtype, out_dtype)), capability)
+            else:
+                resources(file, macros_of(a_problem(op, dtype, out_dtype)), capability)
+
+
+@cache
+def row_macros(op: str, dtype: str, out_dtype: str, capability: int) -> frozenset[tuple[tuple[str, str], ...]]:
+    """All sets of macros that planning comes to for rows in one piece."""
+    device = DEVICES[capability]
+    plans = ((p, cuda_fused.plan(p, device)) for p in fused_problems(op, dtype, out_dtype))
+    return frozenset(macros_of(p, **plan.macros()) for p, plan in plans if isinstance(plan, cuda_fused.RowPlan))
+
+
+def strided_macros(op: str, dtype: str, out_dtype: str) -> list[tuple[tuple[str, str], ...]]:
+    switches = product((1, 2, 4, 8, 16, 32), (False, True), (False, True))
+    problem = a_problem(op, dtype, out_dtype)
+    return [
+        macros_of(problem, **cuda_fused.StridedPlan(lanes, turn_in, turn_out, grid=1).macros())
+        for lanes, turn_in, turn_out in switches
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), PAIRS)
+def test_few_kernels_serve_all_row_lengths(dtype, out_dtype):
+    """Each is compiled when it is first needed, so there mustn't be one for each length."""
+    for capability in (75, 90):
+        assert len(row_macros("softmax", dtype, out_dtype, capability)) < 100
+
+
+def _heaviest(sets: frozenset[tuple[tuple[str, str], ...]]) -> list[tuple[tuple[str, str], ...]]:
+    """One of each way to work, with the most vectors a thread: where registers run out first."""
+    heaviest: dict[tuple[object, ...], tuple[tuple[str, str], ...]] = {}
+    for macros in sorted(sets):
+        m = dict(macros)
+        way = m["TEAM"] != "0", m["CLUSTER"] != "1", m["GRID"], m["SHARED"], m["STREAMED"], m["CONGRUENT"]
+        if way not in heaviest or int(m["VECTORS"]) >= int(dict(heaviest[way])["VECTORS"]):
+            heaviest[way] = macros
+    # And the other extreme: one thread a row with all of its odd elements.
+    lightest = min(sets, key=lambda m: (dict(m)["TEAM"] != "1", dict(m)["WIDE"] == "1", int(dict(m)["VECTORS"])))
+    return [*heaviest.values(), lightest]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_fused_kernel(dtype, failures):
+    """All that planning comes to on an H200, for the dtypes that differ most."""
+    for macros in sorted(row_macros("softmax", dtype, dtype, 90)):
+        with failures.case(macros):
+            assert_lean("softmax_fused.cu", macros, 90)
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), PAIRS)
+@pytest.mark.parametrize("op", OPS)
+def test_the_heaviest_fused_kernels(op, dtype, out_dtype, failures):
+    for macros in _heaviest(row_macros(op, dtype, out_dtype, 90)):
+        with failures.case(macros):
+            assert_lean("softmax_fused.cu", macros, 90)
+
+
+@pytest.mark.parametrize("capability", [c for c in CAPABILITIES if c != 90])
+def test_fused_kernels_for_other_gpus(capability, failures):
+    for dtype in ("float32", "bfloat16"):
+        for macros in _heaviest(row_macros("softmax", dtype, dtype, capability)):
+            with failures.case(macros):
+                assert_lean("softmax_fused.cu", macros, capability)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_strided_kernels(capability, failures):
+    pairs = PAIRS if capability == 90 else [("float32", "float32")]
+    for dtype, out_dtype in pairs:
+        found = strided_macros("softmax", dtype, out_dtype)
+        for macros in found if (dtype, capability) == ("float32", 90) else found[:: len(found) // 4 + 1]:
+            with failures.case(macros):
+                assert_lean("softmax_fused_strided.cu", macros, capability)
+
+
+def test_the_reader_of_spills_can_say_no(monkeypatch):
+    """A kernel that can't do without local memory is seen to use it."""
+    greedy = """
+extern "C" __global__ void kernel(float* x, int n) {
+    float many[64];
+    for (int i = 0; i < 64; ++i) many[i] = x[i];
+    for (int i = 0; i < n; ++i) many[int(x[i])] += 1;
+    for (int i = 0; i < 64; ++i) x[i] = many[i];
+}
+"""
+    monkeypatch.setattr(cuda, "source", lambda name: greedy)
+    with pytest.raises(AssertionError, match="local memory"):
+        assert_lean("greedy.cu", (), 90)
+
+
+def test_a_source_has_its_includes_pasted_in():
+    """NVRTC gets no include path, and CuPy's cache of binaries sees no file but this one."""
+    for file in (*NOT_FUSED, "softmax_fused.cu", "softmax_fused_strided.cu"):
+        assert "#include" not in cuda.source(file)
+        assert "struct Layout {" in cuda.source(file)

@@ -1,0 +1,88 @@
+"""``python -m minikernel`` says what this machine can run, and what would cure the rest."""
+
+import json
+
+import pytest
+from isolated import python, run
+
+import minikernel
+from minikernel import __main__ as command
+from minikernel import driver
+
+AS_COMMAND = "import runpy; runpy.run_module('minikernel', run_name='__main__', alter_sys=True)"
+
+
+def row_of(name: str, text: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
+
+
+@pytest.mark.parametrize("absent", [(), ("rich",)], ids=["rich", "plain"])
+def test_table_has_every_backend(absent):
+    text = run(AS_COMMAND, absent=absent, CUDA_VISIBLE_DEVICES="")
+    assert text.startswith(f"minikernel {minikernel.__version__}, python ")
+    assert "GPU: none" in text
+    for name, info in minikernel.list_backends().items():
+        assert row_of(name, text)[2:] == [*info.devices, *info.dtypes]
+    assert row_of("numpy", text)[1] == "yes"
+    assert row_of("cuda-fused", text)[1] == "no"
+
+
+def test_what_is_missing_is_named_with_its_cure():
+    text = run(AS_COMMAND, absent=("cupy", "triton"))
+    found = json.loads(run("import sys; sys.argv = ['', '--json']\n" + AS_COMMAND, absent=("cupy", "triton")))
+    for name, module in (("cuda-naive", "cupy"), ("triton-fused", "triton")):
+        backend = found["backends"][name]
+        assert not backend["available"]
+        (cure,) = backend["cures"]
+        assert "pip install" in cure
+        assert f"  {module} is not installed ({cure})" in text.splitlines()
+
+
+def test_json_says_what_list_backends_says():
+    found = json.loads(python("-m", "minikernel", "--json"))
+    assert found["versions"]["minikernel"] == minikernel.__version__
+    infos = minikernel.list_backends()
+    assert list(found["backends"]) == list(infos)
+    for name, info in infos.items():
+        backend = found["backends"][name]
+        assert backend["available"] == (not backend["reasons"])
+        assert backend["dtypes"] == list(info.dtypes)
+        assert backend["rank"] == info.rank
+
+
+def test_a_backend_that_failed_to_load_is_in_the_table(monkeypatch, capsys):
+    broken = minikernel.BackendInfo("other", False, ("its entry point failed",), (), (), (), 1_000_000, {})
+    monkeypatch.setattr(command, "list_backends", lambda: {**minikernel.list_backends(), "other": broken})
+    assert command.main([]) == 0
+    text = capsys.readouterr().out
+    assert row_of("other", text) == ["other", "no"]
+    assert "other: not here\n  its entry point failed\n" in text
+
+
+def test_gpus_come_from_the_driver(monkeypatch):
+    properties = driver.Device(capability=120, sm_count=1, shared_per_block=1, shared_per_sm=1, l2_bytes=1)
+    monkeypatch.setattr(driver, "obstacles", list)
+    monkeypatch.setattr(driver, "count", lambda: 2)
+    monkeypatch.setattr(driver, "name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(driver, "device", lambda index: properties)
+    assert command.survey()["gpus"] == [
+        {"model": "GPU 0", "compute_capability": "12.0"},
+        {"model": "GPU 1", "compute_capability": "12.0"},
+    ]
+
+
+@pytest.mark.gpu
+def test_gpu_is_named():
+    import cupy
+
+    gpus = command.survey()["gpus"]
+    assert len(gpus) == cupy.cuda.runtime.getDeviceCount()
+    assert gpus[0]["model"] == cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    assert gpus[0]["compute_capability"].replace(".", "") == cupy.cuda.Device(0).compute_capability
+
+
+def test_unknown_option_is_one_line_and_exit_2(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["--jsn"])
+    assert exit_.value.code == 2
+    assert "--jsn" in capsys.readouterr().err

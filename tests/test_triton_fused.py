@@ -1,0 +1,440 @@
+"""triton-fused without a GPU: the plan, the compiled code, and real numerics in Triton's interpreter.
+
+Triton decides when a kernel is defined whether it is interpreted, so the tests of numerics run in a
+process of their own, which ``test_numerics_in_the_interpreter`` starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minikernel import driver
+from minikernel.backends import triton_fused
+from minikernel.backends.triton_fused import INTERPRETED, TritonPlan, build, plan, sources
+from minikernel.problem import ITEMSIZE, Problem
+
+H200 = driver.Device(capability=90, sm_count=132, shared_per_block=232448, shared_per_sm=233472, l2_bytes=60 << 20)
+A100 = driver.Device(capability=80, sm_count=108, shared_per_block=166912, shared_per_sm=167936, l2_bytes=40 << 20)
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_numerics_in_the_interpreter")
+compiled = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+
+
+def problem(
+    outer: int,
+    cols: int,
+    inner: int = 1,
+    *,
+    dtype: str = "float32",
+    out_dtype: str | None = None,
+    **more: object,
+) -> Problem:
+    given = {
+        "op": "softmax",
+        "device": "cuda",
+        "index": 0,
+        "dtype": dtype,
+        "out_dtype": out_dtype or dtype,
+        "strides": (cols * inner, inner, 1),
+    }
+    return Problem(outer=outer, cols=cols, inner=inner, **(given | more))  # type: ignore[arg-type]
+
+
+PROBLEMS = [
+    *(
+        problem(outer, cols, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+        for outer, cols in [
+            (512, 600),
+            (262144, 64),
+            (32768, 8),
+            (4096, 2049),
+            (16384, 16384),
+            (4096, 32768),
+            (512, 50257),
+            (1, 128256),
+            (8, 1048576),
+        ]
+    ),
+    problem(64, 100001, dtype="float64"),
+    problem(4096, 16383, dtype="float64"),
+    problem(4096, 16384, dtype="float64", op="log_softmax"),
+    problem(4096, 4096, dtype="float16", out_dtype="float32"),
+    problem(1, 8192, 8192),
+    problem(32, 81, 15130, dtype="bfloat16"),
+    problem(8, 1000, 4096, dtype="float16"),
+    problem(8192, 1000, 2),
+    problem(8192, 8192, strides=(1, 8192, 0)),
+    problem(8192, 1024, strides=(1025, 1, 0), x_offset=4),
+    problem(8192, 1024, strides=(0, 1, 0)),
+]
+
+
+# The plan
+
+
+def test_short_rows_share_a_program_and_long_ones_take_one_each() -> None:
+    assert plan(problem(262144, 64), H200).rows == 32
+    assert plan(problem(32768, 1024), H200).rows == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_rows_that_fit_on_chip_are_read_once(dtype: str) -> None:
+    for cols in (1, 8, 600, 1023, 4096, 16385, 32768):
+        assert not plan(problem(4096, cols, dtype=dtype), H200).long
+
+
+def test_few_long_rows_are_spread_over_the_gpu() -> None:
+    for rows, cols in ((1, 128256), (8, 128256), (8, 1048576)):
+        chosen = plan(problem(rows, cols), H200)
+        assert chosen.pieces > 1
+        assert 128 <= chosen.grid <= 1024
+    assert plan(problem(2048, 128256), H200).pieces == 1
+
+
+def test_odd_rows_are_peeled_if_x_and_out_are_odd_alike() -> None:
+    assert plan(problem(4096, 2049), H200).peel
+    assert plan(problem(4096, 2048, x_offset=4, out_offset=4), H200).peel
+    assert not plan(problem(4096, 2048), H200).peel
+    assert not plan(problem(4096, 2049, strides=(2050, 1, 0)), H200).peel
+    assert not plan(problem(4096, 2049, x_offset=4), H200).peel
+    assert not plan(problem(4096, 2049, dtype="float16", out_dtype="float32"), H200).peel
+
+
+def test_vectors_are_as_wide_as_every_stride_allows() -> None:
+    assert plan(problem(4096, 4096, dtype="bfloat16"), H200).vector == 8
+    assert plan(problem(4096, 4096, dtype="float16", out_dtype="float32"), H200).vector == 4
+    assert plan(problem(32, 81, 15130), H200).vector == 2
+    assert plan(problem(8192, 1024, strides=(1025, 1, 0)), H200).vector == 1
+    assert plan(problem(8192, 1024, strides=(0, 1, 0)), H200).vector == 4
+
+
+def test_kernels_overlap_only_where_the_gpu_can_and_one_wave_covers_them() -> None:
+    assert plan(problem(512, 600), H200).overlap
+    assert not plan(problem(512, 600), A100).overlap
+    assert not plan(problem(262144, 64), H200).overlap
+
+
+def covered(chosen: TritonPlan, given: Problem) -> bool:
+    rows = chosen.blocks * chosen.rows // (given.outer if chosen.within else 1)
+    cols = given.cols - (16 // ITEMSIZE[given.dtype] if chosen.peel else 0)
+    return rows >= (given.inner if chosen.within else given.rows) and (chosen.long or chosen.cols >= cols)
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=["H200", "A100"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_every_plan_covers_its_problem(dtype: str, device: driver.Device) -> None:
+    for outer in (1, 7, 4096):
+        for cols in (1, 3, 8, 257, 1024, 2049, 16384, 65537, 2**20 + 1):
+            for inner in (1, 2, 5, 9, 100):
+                given = problem(outer, cols, inner, dtype=dtype)
+                chosen = plan(given, device)
+                assert covered(chosen, given), (given, chosen)
+                assert 1 <= chosen.warps <= 32
+                for size in (chosen.rows, chosen.cols, chosen.warps, chosen.pieces):
+                    assert size & (size - 1) == 0, chosen
+
+
+def test_grids_stay_within_cuda_limits() -> None:
+    assert plan(problem(2**31 + 8, 1, dtype="float16"), H200).grid < 2**31
+    assert plan(problem(2**22 + 8, 1024, dtype="float16"), H200).grid < 2**31
+
+
+def test_the_number_of_kernels_does_not_grow_with_row_lengths() -> None:
+    def kernels(lengths: range) -> set[object]:
+        return {
+            source
+            for cols in lengths
+            for given in [problem(4096, cols)]
+            for source in sources(given, plan(given, H200))
+        }
+
+    assert len(kernels(range(1, 70000, 3))) <= 64
+    assert len(kernels(range(70000, 2000000, 1111))) <= 3
+
+
+# The compiled code
+
+
+def compile_for(given: Problem, capability: int) -> list[object]:
+    device = replace(H200, capability=capability)
+    return [source.compile(capability) for source in sources(given, plan(given, device))]
+
+
+@compiled
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("given", PROBLEMS, ids=lambda p: f"{p.dtype}-{p.outer}x{p.cols}x{p.inner}-{p.strides[0]}")
+def test_kernels_compile_without_spills(given: Problem, capability: int, tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton")
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    for kernel in compile_for(given, capability):
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])  # type: ignore[attr-defined]
+        report = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
+        assert usage, report
+        assert int(usage[2]) == 0, report
+        assert int(usage[1]) * 32 * kernel.metadata.num_warps <= 65536, report  # type: ignore[attr-defined]
+
+
+@compiled
+@pytest.mark.parametrize("given", [*PROBLEMS[:3], problem(1, 128256), problem(4, 9, 100), problem(1, 1)])
+def test_parameters_are_two_or_three_pointers_and_the_run_time_integers(given: Problem) -> None:
+    pytest.importorskip("triton")
+    chosen = plan(given, H200)
+    for source, kernel in zip(sources(given, chosen), compile_for(given, 90), strict=True):
+        ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
+        entry = ptx[ptx.index(".entry") :].split("{")[0]
+        params = [
+            "pointer" if ".ptr" in line else line.split()[1] for line in entry.split("\n") if ".param" in line
+        ]
+        pointers = 3 if chosen.pieces > 1 else 2
+        integers = len(source.types) - pointers
+        assert [name for name, _ in source.types][:pointers] == ["x", "out", "partials"][:pointers]
+        assert params[: pointers + integers] == ["pointer"] * pointers + [".u64"] * integers
+        assert len(params) <= pointers + integers + 2  # Triton's own, for which the driver passes null
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("given", "access"),
+    [
+        (problem(4096, 4096), "v4.b32"),
+        (problem(4096, 4096, dtype="bfloat16"), "v4.b32"),
+        (problem(4096, 2049, dtype="bfloat16"), "v4.b32"),
+        (problem(1, 8192, 8192), "v4.b32"),
+        (problem(4096, 4096, dtype="float64"), "v2.b64"),
+        (problem(2048, 128257), "v4.b32"),
+    ],
+)
+def test_accesses_are_16_bytes_wide(given: Problem, access: str) -> None:
+    pytest.importorskip("triton")
+    (kernel,) = compile_for(given, 90)
+    for direction in ("ld", "st"):
+        found = re.findall(rf"{direction}\.global\S*", kernel.asm["ptx"])  # type: ignore[attr-defined]
+        assert any(instruction.endswith(access) for instruction in found), found
+
+
+def test_importing_the_backend_imports_no_framework() -> None:
+    code = "import sys, minikernel.backends.triton_fused; print({'torch', 'triton'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+# The numerics
+
+
+def test_numerics_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("torch")
+    if INTERPRETED:
+        pytest.skip("this is that process")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    root = Path(triton_fused.__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+def reference(x: np.ndarray, op: str = "softmax") -> np.ndarray:
+    """Over axis 1, in float64."""
+    x = x.astype(np.float64)
+    with np.errstate(all="ignore"):
+        shifted = x - x.max(axis=1, keepdims=True)
+        total = np.exp(shifted).sum(axis=1, keepdims=True)
+        return shifted - np.log(total) if op == "log_softmax" else np.exp(shifted) / total
+
+
+def run(
+    x: np.ndarray,
+    op: str = "softmax",
+    *,
+    out: np.ndarray | None = None,
+    out_dtype: str = "",
+    **changes: object,
+) -> np.ndarray:
+    """Softmax over axis 1 of an (outer, cols, inner) array in the interpreter; ``changes`` to the plan."""
+
+    def bits(array: np.ndarray) -> np.ndarray:
+        return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+    if out is None:
+        out = np.full(x.shape, 7, dtype=np.dtype(out_dtype or x.dtype))
+    given = Problem(
+        op,
+        "cpu",
+        0,
+        x.dtype.name,
+        out.dtype.name,
+        *x.shape,
+        strides=tuple(stride // x.itemsize for stride in x.strides),  # type: ignore[arg-type]
+        x_offset=x.ctypes.data % 16,
+        out_offset=out.ctypes.data % 16,
+    )
+    chosen = replace(plan(given, triton_fused._CPU), **changes)  # type: ignore[arg-type]
+    build(given, chosen).run(bits(x), bits(out), 0, 0)
+    return out
+
+
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+#: Absolute error allowed for probabilities: half a unit in the last place and what the arithmetic adds.
+#: A whole unit for bfloat16, which the interpreter truncates where the GPU rounds.
+TOLERANCE = {"float16": 2**-12 + 1e-6, "bfloat16": 2**-8 + 1e-6, "float32": 5e-7, "float64": 1e-15}
+#: Ways to run a row: as planned, in several tiles, and in pieces by two launches.
+ROUTES = {
+    "planned": {},
+    "long": {"long": True, "cols": 16},
+    "split": {"long": True, "cols": 16, "pieces": 4},
+}
+
+
+def random(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    return (np.random.default_rng(42).standard_normal(shape) * 4).astype(np.dtype(dtype))
+
+
+@interpreted
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interpreted_values(dtype: str, op: str, route: str) -> None:
+    shapes = [(3, 5, 1), (5, 37, 1), (3, 129, 1), (3, 64, 1), (2, 33, 3), (2, 40, 20), (1, 1, 1), (7, 1, 1)]
+    for shape in shapes:
+        x = random(shape, dtype)
+        before = x.copy()
+        found = run(x, op, **ROUTES[route]).astype(np.float64)
+        expected = reference(x, op)
+        scale = 1 if op == "softmax" else 2 * (1 + np.abs(expected).max())
+        assert np.abs(found - expected).max() <= TOLERANCE[dtype] * scale, shape
+        assert (x == before).all()
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_interpreted_half_to_float32(dtype: str) -> None:
+    x = random((3, 100, 1), dtype)
+    assert np.abs(run(x, out_dtype="float32") - reference(x)).max() <= TOLERANCE["float32"]
+
+
+@interpreted
+@pytest.mark.parametrize("route", ROUTES)
+def test_interpreted_strides(route: str) -> None:
+    x = random((6, 48, 10), "float32")
+    views = {
+        "transposed": x.transpose(2, 1, 0),
+        "reversed": x[::-1, ::-1, ::-1],
+        "sliced": x[:, 1:, :1],
+        "stepped": x[::2, ::3, ::5],
+        "expanded": np.broadcast_to(x[:1, :, :1], (4, 48, 3)),
+        "rows": x[:, :, 0].T[:, :, None],
+        "columns contiguous, rows not": x.transpose(0, 2, 1).copy().transpose(0, 2, 1),
+    }
+    for name, view in views.items():
+        found = run(view, out=np.full(view.shape, 7, np.float32), **ROUTES[route])
+        assert np.abs(found - reference(view)).max() <= TOLERANCE["float32"], name
+
+
+@interpreted
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("offset", range(8))
+def test_interpreted_any_alignment(offset: int, route: str) -> None:
+    for dtype, cols in (("float32", 67), ("float16", 131)):
+        memory = random((3 * cols + 8,), dtype)
+        x = memory[offset : offset + 3 * cols].reshape(3, cols, 1)
+        room = np.full(3 * cols + 16, 7, dtype)
+        out = room[offset : offset + 3 * cols].reshape(3, cols, 1)
+        run(x, out=out, **ROUTES[route])
+        assert np.abs(out - reference(x)).max() <= TOLERANCE[dtype]
+        assert (room[:offset] == 7).all()
+        assert (room[offset + 3 * cols :] == 7).all()
+
+
+@interpreted
+@pytest.mark.parametrize("route", ROUTES)
+def test_interpreted_in_place(route: str) -> None:
+    for shape in ((4, 67, 1), (2, 40, 12), (2, 40, 3)):
+        x = random(shape, "float32")
+        expected = reference(x)
+        assert run(x, out=x, **ROUTES[route]) is x
+        assert np.abs(x - expected).max() <= TOLERANCE["float32"]
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interpreted_infinities_and_nan(dtype: str, route: str) -> None:
+    inf, nan = np.inf, np.nan
+    special = [{0: -inf}, {0: inf}, {5: nan}, {3: inf, 40: nan}, {2: nan, 9: -inf}, {66: nan}, {50: inf}]
+    x = random((len(special) + 3, 67, 1), dtype)
+    for row, entries in enumerate(special):
+        for col, value in entries.items():
+            x[row, col] = value
+    x[-3] = -inf
+    x[-2, :, 0] = -inf
+    x[-2, 5] = nan
+    expected = reference(x)
+    found = run(x, **ROUTES[route]).astype(np.float64)
+    assert (np.isnan(found) == np.isnan(expected)).all()
+    assert np.isnan(found[[1, 2, 3, 4, 5, 6, -3, -2]]).all()
+    assert np.nanmax(np.abs(found - expected)) <= TOLERANCE[dtype]
+    assert found[0, 0, 0] == 0
+    assert np.isnan(run(x, "log_softmax", **ROUTES[route])[[1, -3]].astype(np.float64)).all()
+
+
+@interpreted
+@pytest.mark.parametrize("route", [name for name in ROUTES if name != "planned"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interpreted_parts_that_saw_only_negative_infinity_add_nothing(dtype: str, route: str) -> None:
+    for k in (0, 64, 127, 200):
+        x = np.full((1, 201, 1), -np.inf).astype(random((1,), dtype).dtype)
+        x[0, k] = 10
+        found = run(x, **ROUTES[route]).astype(np.float64)
+        assert found[0, k, 0] == 1
+        assert found.sum() == 1
+
+
+@interpreted
+@pytest.mark.parametrize("route", ROUTES)
+def test_interpreted_exact_cases(route: str) -> None:
+    half = run(np.zeros((1, 512, 1), np.float16), **ROUTES[route])
+    assert (half == 1 / 512).all()
+    low = run(np.full((4, 64, 1), -1e3, np.float32), **ROUTES[route])
+    assert (low == 1 / 64).all()
+    lowest = run(np.full((1, 64, 1), np.finfo(np.float64).min), **ROUTES[route])
+    assert (lowest == 1 / 64).all()
+    x = np.array([0.0, -88.0, -100.0], np.float32)[None, :, None]
+    assert np.allclose(run(x)[0, :, 0], [1, 6.05e-39, 3.8e-44], rtol=0.3, atol=1.2e-38)
+    big = np.array([2.0**24, 2.0**24 + 0.5])[None, :, None]
+    assert np.allclose(run(big)[0, :, 0], [0.37754067, 0.62245933], rtol=1e-8)
+
+
+@interpreted
+def test_interpreted_bfloat16_of_small_integers() -> None:
+    x = random((1, 3, 1), "bfloat16")
+    x[0, :, 0] = [0, 1, 2]
+    assert np.allclose(run(x)[0, :, 0].astype(np.float64), [0.0898, 0.2441, 0.6641], atol=1e-4)
+
+
+@interpreted
+def test_interpreted_small_probabilities_are_accurate() -> None:
+    x = np.linspace(0, -87, 1000, dtype=np.float32)[None, :, None]
+    assert (np.abs(run(x) / reference(x) - 1)).max() < 2e-6
+
+
+@interpreted
+def test_interpreted_same_bits_every_time() -> None:
+    x = random((3, 201, 1), "float32")
+    for changes in ROUTES.values():
+        assert (run(x, **changes) == run(x, **changes)).all()
