@@ -1,70 +1,66 @@
 #pragma once
-// How rung 3 moves data: 16 bytes a thread and instruction, past the caches where nothing is read twice.
+// How rung 3 moves data: 16 bytes a thread and instruction wherever both rows allow it.
 
 #include "common.cuh"
 
 // Elements moved by one instruction: 16 bytes of input, or 1 where short rows lie at any alignment.
 constexpr int kWide = WIDE;
-#ifndef HINTS
-#define HINTS 0
-#endif
-#if HINTS == 2
-#define ASYNC_HINT ".L2::256B"
-#else
-#define ASYNC_HINT ""
-#endif
-#if HINTS == 0
-#define LOAD_HINT ""
-#define STORE_HINT ""
-#elif HINTS == 1
-#define LOAD_HINT ".L1::no_allocate"
-#define STORE_HINT ".cs"
-#elif HINTS == 2
-#define LOAD_HINT ".L1::no_allocate.L2::256B"
-#define STORE_HINT ".cs"
-#else
-#define LOAD_HINT ".L1::no_allocate"
-#define STORE_HINT ""
-#endif
 
 // WIDE elements as they lie in memory.
-template <class T> struct __align__(kWide > 1 ? 16 : sizeof(T)) Pack { T at[kWide]; };
+template <class T> union __align__(kWide > 1 ? 16 : sizeof(T)) Pack {
+    T at[kWide];
+    uint words[sizeof(T) * kWide / 4 + 1 - (kWide > 1)];  // unused where kWide is 1
+};
 
-// The input is read once: keep it out of L1. A thread outside the row keeps what it has.
+// 16 bytes at once, in assembly: left to itself the compiler splits some of these accesses.
+__device__ __forceinline__ void load_16(uint* words, const void* from) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void store_16(void* to, const uint* words) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+}
+
+// A thread outside the row keeps what it has.
 __device__ __forceinline__ void load(Pack<In>& pack, const In* from, bool wanted) {
-    if constexpr (kWide == 1 || !CONGRUENT) {
-        // Neighboring threads, or this thread's next element, read the same line again: L1 is welcome here.
-        if (wanted)
-            for (int i = 0; i < kWide; ++i) pack.at[i] = from[i];
+    if (!wanted) return;
+    if constexpr (kWide > 1 && CONGRUENT) {
+        load_16(pack.words, from);
     } else {
-        uint4& bits = reinterpret_cast<uint4&>(pack);
-        asm volatile(
-            "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n"
-            "  @wanted ld.global" LOAD_HINT ".v4.u32 {%0, %1, %2, %3}, [%4]; }"
-            : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
-            : "l"(from), "r"(int(wanted)));
+#pragma unroll
+        for (int i = 0; i < kWide; ++i) pack.at[i] = from[i];
     }
+}
+
+__device__ __forceinline__ void store(Out* to, const Pack<Out>& pack) {
+    if constexpr (kWide == 1) {
+        *to = pack.at[0];
+    } else {
+#pragma unroll
+        for (int i = 0; i < int(sizeof(pack) / 4); i += 4) store_16(reinterpret_cast<uint*>(to) + i, pack.words + i);
+    }
+}
+
+__device__ __forceinline__ Pack<In> read_slot(const Pack<In>* slot) {
+    Pack<In> pack;
+    if constexpr (kWide > 1) {
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(pack.words[0]), "=r"(pack.words[1]), "=r"(pack.words[2]), "=r"(pack.words[3])
+                     : "r"(uint(__cvta_generic_to_shared(slot)))
+                     : "memory");
+        return pack;
+    }
+    return *slot;
 }
 
 // Makes the compiler unpack again: it would rather keep what it unpacked before, in twice the registers.
 __device__ __forceinline__ void keep_packed(Pack<In>& pack) {
     if constexpr (sizeof(In) == 2 && kWide > 1) {
-        uint4& bits = reinterpret_cast<uint4&>(pack);
-        asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w));
-    }
-}
-
-// The output is not read again here: let it leave the caches first.
-__device__ __forceinline__ void store(Out* to, const Pack<Out>& pack) {
-    if constexpr (kWide == 1) {
-        *to = pack.at[0];
-    } else {
-        const uint4* bits = reinterpret_cast<const uint4*>(&pack);
-#pragma unroll
-        for (int i = 0; i < int(sizeof(pack) / 16); ++i)
-            asm volatile("st.global" STORE_HINT ".v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<uint4*>(to) + i),
-                         "r"(bits[i].x), "r"(bits[i].y), "r"(bits[i].z), "r"(bits[i].w)
-                         : "memory");
+        asm volatile("" : "+r"(pack.words[0]), "+r"(pack.words[1]), "+r"(pack.words[2]), "+r"(pack.words[3]));
     }
 }
 
@@ -73,7 +69,7 @@ __device__ __forceinline__ void store(Out* to, const Pack<Out>& pack) {
 __device__ __forceinline__ void load_async(Pack<In>* slot, const In* from) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (kWide > 1 && CONGRUENT) {
-        asm volatile("cp.async.cg.shared.global" ASYNC_HINT " [%0], [%1], 16;" ::"r"(uint(__cvta_generic_to_shared(slot))), "l"(from)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint(__cvta_generic_to_shared(slot))), "l"(from)
                      : "memory");
         return;
     }

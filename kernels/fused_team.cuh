@@ -54,13 +54,24 @@ template <class Read> __device__ __forceinline__ Partial merge_list(int count, R
     return merge_over_lanes<32>(mine);
 }
 
-// All warps of the block; `slots` has one place a warp. One barrier: the caller may not use `slots` again
-// before another.
-__device__ __forceinline__ Partial merge_over_block(Partial warp_partial, Partial* slots) {
-    const int warps = blockDim.x / 32;
-    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = warp_partial;
+// Across all warps of the block: each warp's lane 0 leaves its result in `slots`, which has a place a warp, and
+// after one barrier every warp reads them all. A field of `slots` may be used once.
+__device__ __forceinline__ Partial merge_over_block(Partial of_warp, Partial* slots) {
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = of_warp;
     __syncthreads();
-    return merge_list(warps, [&](int i) { return slots[i]; });
+    return merge_list(blockDim.x / 32, [&](int i) { return slots[i]; });
+}
+__device__ __forceinline__ Acc max_over_block(Acc of_warp, Partial* slots) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) slots[threadIdx.x / 32].max = of_warp;
+    __syncthreads();
+    return max_over_lanes<32>(lane < blockDim.x / 32 ? slots[lane].max : lowest(Acc()));
+}
+__device__ __forceinline__ Acc sum_over_block(Acc of_warp, Partial* slots) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) slots[threadIdx.x / 32].sum = of_warp;
+    __syncthreads();
+    return sum_over_lanes<32>(lane < blockDim.x / 32 ? slots[lane].sum : Acc(0));
 }
 
 #if defined(CLUSTER) && CLUSTER > 1

@@ -2,8 +2,9 @@
 //
 // A team of threads shares a row: some lanes of a warp for short rows, a block for longer ones, a cluster of
 // blocks or the whole grid for the longest. Each thread holds its part in registers and, past that, in slots of
-// shared memory of its own; what the chip can't hold is read a second time. Each thread finds (max, sum) of its
-// part as its loads arrive, and these partials merge upward as in the online softmax.
+// shared memory of its own; what the chip can't hold is read a second time. Where one block holds a row in
+// registers, it takes the max and then the sum. Longer rows take the online softmax: each thread finds (max, sum)
+// of its part as its loads arrive, and these partials merge upward.
 //
 // What is gained over the rung before: one read instead of three, wide accesses, and all loads in flight at once.
 //
@@ -27,9 +28,13 @@ constexpr int kLanes = TEAM ? TEAM : 32;
 constexpr int kSingles = kWide == 1 ? 0 : TEAM ? (2 * (kWide - 1) + kLanes - 1) / kLanes : 1;
 // The loads into shared memory come in groups, so that work on the first starts before the last has arrived.
 constexpr int kGroups = 4;
-// Packs that are exponentiated together, relative to one max: few, so that the work starts as the first arrive.
-constexpr int kChunk = VECTORS < 4 ? VECTORS : sizeof(In) == 2 ? 2 : 4;
-constexpr int kChunks = (VECTORS + kChunk - 1) / kChunk;
+// One block holds the row in registers.
+constexpr bool kResident = CLUSTER == 1 && !GRID && !SHARED && !STREAMED;
+// Then the terms stay there too, unless a half type's would take twice the room; others are computed twice.
+constexpr bool kKeepTerms = kResident && !LOG && (sizeof(In) == sizeof(Acc) || VECTORS * kWide <= 32);
+// Packs that are summed together, relative to one max: few, so that the work starts as the first arrive.
+constexpr int kChunk = sizeof(In) == 2 ? 2 : 4;
+
 __device__ __forceinline__ Acc max_of(const Pack<In>& pack, Acc max) {
 #pragma unroll
     for (int i = 0; i < kWide; ++i) max = fmax(max, to_acc(pack.at[i]));
@@ -125,68 +130,101 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     let_successor_start();
 
-    // This thread's max and sum: of what it holds as it arrives, then of what is too much to hold.
-    Partial mine = Partial::empty();
+    Partial row_partial;
+    Acc terms[kKeepTerms ? VECTORS * kWide : 1];
+    if constexpr (kResident) {
+        Acc max = lowest(Acc());
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-        Partial chunk = Partial::empty();
+        for (int v = 0; v < VECTORS; ++v) max = max_of(packs[v], max);
 #pragma unroll
-        for (int v = c * kChunk; v < VECTORS && v < (c + 1) * kChunk; ++v) chunk.max = max_of(packs[v], chunk.max);
-        if (c == kChunks - 1)
-#pragma unroll
-            for (int s = 0; s < kSingles; ++s) chunk.max = fmax(chunk.max, singles[s]);
-        const Acc shift = shift_for(chunk.max);
-#pragma unroll
-        for (int v = c * kChunk; v < VECTORS && v < (c + 1) * kChunk; ++v) {
-            keep_packed(packs[v]);
-            chunk.sum += sum_of(packs[v], shift);
-        }
-        if (c == kChunks - 1)
-#pragma unroll
-            for (int s = 0; s < kSingles; ++s) chunk.sum += exponential(singles[s] - shift);
-        mine = c == 0 ? chunk : merge(mine, chunk);
-    }
-    if constexpr (SHARED) {
-        auto take_group = [&](int g) {
-            for (int v = g * group; v < min(shared_vectors, (g + 1) * group); ++v)
-                if ((VECTORS + v) * 32 < left) take_online(mine, slots[v * blockDim.x]);
-        };
-        wait_for_groups<3>(), take_group(0);
-        wait_for_groups<2>(), take_group(1);
-        wait_for_groups<1>(), take_group(2);
-        wait_for_groups<0>(), take_group(3);
-    }
-    if constexpr (STREAMED) {
-        Acc lost = 0;  // compensated: here a thread may have any number of packs
-        for (uint at = held * members + member; at < count; at += members) {
-            Pack<In> pack;
-            load(pack, in_part + (long long)at * kWide, true);
-            const Acc max = max_of(pack, mine.max), scale = rescale(mine.max, max);
-            mine = {max, mine.sum * scale};
-            lost *= scale;
-            add(mine.sum, lost, sum_of(pack, shift_for(max)));
-        }
-    }
+        for (int s = 0; s < kSingles; ++s) max = fmax(max, singles[s]);
+        max = max_over_lanes<kLanes>(max);
+        row_partial.max = TEAM ? max : max_over_block(max, warp_slots);
 
-    Partial partial = merge_over_lanes<kLanes>(mine);
-    if constexpr (!TEAM) partial = merge_over_block(partial, warp_slots);
+        const Acc shift = shift_for(row_partial.max);
+        Acc sum = 0;
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            keep_packed(packs[v]);
+#pragma unroll
+            for (int i = 0; i < kWide; ++i) {
+                const Acc term = exponential(to_acc(packs[v].at[i]) - shift);
+                sum += term;
+                if constexpr (kKeepTerms) terms[v * kWide + i] = term;
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < kSingles; ++s) sum += exponential(singles[s] - shift);
+        sum = sum_over_lanes<kLanes>(sum);
+        row_partial.sum = TEAM ? sum : sum_over_block(sum, warp_slots);
+    } else {
+        // What this thread holds, as it arrives; then what is too much to hold.
+        Partial mine = Partial::empty();
+#pragma unroll
+        for (int c = 0; c < VECTORS; c += kChunk) {
+            Partial chunk = Partial::empty();
+#pragma unroll
+            for (int v = c; v < VECTORS && v < c + kChunk; ++v) chunk.max = max_of(packs[v], chunk.max);
+#pragma unroll
+            for (int v = c; v < VECTORS && v < c + kChunk; ++v) {
+                keep_packed(packs[v]);
+                chunk.sum += sum_of(packs[v], shift_for(chunk.max));
+            }
+            mine = c == 0 ? chunk : merge(mine, chunk);
+        }
+        if constexpr (SHARED) {
+            auto take_group = [&](int g) {
+                for (int v = g * group; v < min(shared_vectors, (g + 1) * group); ++v)
+                    if ((VECTORS + v) * 32 < left) take_online(mine, read_slot(slots + v * blockDim.x));
+            };
+            wait_for_groups<3>(), take_group(0);
+            wait_for_groups<2>(), take_group(1);
+            wait_for_groups<1>(), take_group(2);
+            wait_for_groups<0>(), take_group(3);
+        }
+#pragma unroll
+        for (int s = 0; s < kSingles; ++s)
+            if (singles[s] != lowest(Acc())) mine = merge(mine, {singles[s], Acc(1)});
+        if constexpr (STREAMED) {
+            Acc lost = 0;  // compensated: here a thread may have any number of packs
+            for (uint at = held * members + member; at < count; at += members) {
+                Pack<In> pack;
+                load(pack, in_part + (long long)at * kWide, true);
+                const Acc max = max_of(pack, mine.max), scale = rescale(mine.max, max);
+                mine = {max, mine.sum * scale};
+                lost *= scale;
+                add(mine.sum, lost, sum_of(pack, shift_for(max)));
+            }
+        }
+
+        row_partial = merge_over_lanes<kLanes>(mine);
+        if constexpr (!TEAM) row_partial = merge_over_block(row_partial, warp_slots);
 #if CLUSTER > 1
-    cluster_wait();  // every block has started
-    partial = merge_over_cluster(partial, block_slots);
+        cluster_wait();  // every block has started
+        row_partial = merge_over_cluster(row_partial, block_slots);
 #elif GRID
-    partial = merge_over_grid(partial, scratch, parts);
+        row_partial = merge_over_grid(row_partial, scratch, parts);
 #endif
-    const Finish finish(partial);
+    }
+    const Finish finish(row_partial);
 
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        keep_packed(packs[v]);
-        if (v * kLanes < left) store(to_run + v * kLanes * kWide, finish_pack(finish, packs[v]));
+        if (v * kLanes >= left) continue;
+        Pack<Out> result;
+        if constexpr (kKeepTerms) {
+#pragma unroll
+            for (int i = 0; i < kWide; ++i) from_acc(result.at[i], terms[v * kWide + i] * finish.factor);
+        } else {
+            keep_packed(packs[v]);
+            result = finish_pack(finish, packs[v]);
+        }
+        store(to_run + v * kLanes * kWide, result);
     }
     if constexpr (SHARED)
         for (int v = 0; v < shared_vectors; ++v)
             if ((VECTORS + v) * 32 < left)
-                store(to_run + (VECTORS + v) * 32 * kWide, finish_pack(finish, slots[v * blockDim.x]));
+                store(to_run + (VECTORS + v) * 32 * kWide, finish_pack(finish, read_slot(slots + v * blockDim.x)));
     if constexpr (STREAMED)
         for (uint at = held * members + member; at < count; at += members) {
             Pack<In> pack;
