@@ -41,15 +41,13 @@ def tasks(arrays: dict[str, np.ndarray], dim: int, dtypes: Sequence[str], layout
     """
     found = []
     for name, array in arrays.items():
-        shape = array.shape or (1,)
-        check_dim(shape, dim)
+        check_dim(array.shape, dim)
         is_real = array.dtype.kind in "biuf"
         for dtype in (dtypes if is_real else ()) or (array.dtype.name,):
-            found += [Task(Case(shape, dim, label=name), dtype, layout) for layout in layouts]
+            found += [Task(Case(array.shape, dim, label=name), dtype, layout) for layout in layouts]
     return found
 
 
 def native(array: np.ndarray) -> np.ndarray:
-    """The array with at least one axis, in the machine's byte order where it holds numbers."""
-    array = np.atleast_1d(array)
+    """The array in the machine's byte order where it holds numbers."""
     return array.astype(array.dtype.newbyteorder("=")) if array.dtype.name in DTYPES else array

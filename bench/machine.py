@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import re
+import statistics
 import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -99,14 +103,80 @@ def cache_bytes() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
-def cpu() -> str:
-    """The CPU's model and how many cores this process may use."""
+def usable_cores() -> int:
+    """Physical cores that this process may run on: hyperthreads of one core count once."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    siblings = Path("/sys/devices/system/cpu")
+    cores = set()
+    for cpu in usable:
+        try:
+            cores.add((siblings / f"cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii"))
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, len(cores))
+
+
+def cpu() -> dict[str, Any]:
+    """The ``cpu`` object of a result: model, usable cores, and PyTorch's threads (None without PyTorch)."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists() and (match := re.search(r"model name\s*:\s*(.+)", info.read_text(encoding="utf-8"))):
         model = match[1].strip()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model} ({cores} cores)"
+    threads = None
+    if has_torch():
+        import torch
+
+        threads = torch.get_num_threads()
+    return {"model": model, "cores": usable_cores(), "threads": threads}
+
+
+@contextmanager
+def settled_threads() -> Iterator[str | None]:
+    """Let PyTorch use a thread a core, or one where others keep its threads waiting for each other.
+
+    OpenMP's threads spin until the last has arrived, which takes a time slice if that one isn't running.
+    Yields a sentence where it came to that.
+    """
+    if not has_torch():
+        yield None
+        return
+    import torch
+
+    before, cores = torch.get_num_threads(), usable_cores()
+    x = torch.zeros(4, 4)
+    try:
+        # Not neg: PyTorch runs an elementwise kernel of so few elements on one thread anyway.
+        torch.set_num_threads(1)
+        alone = _typical_seconds(lambda: torch.softmax(x, -1))
+        torch.set_num_threads(cores)
+        together = _typical_seconds(lambda: torch.softmax(x, -1)) if cores > 1 else alone
+        note = None
+        if together > max(_TOGETHER_SECONDS, _TOGETHER_TIMES * alone):
+            torch.set_num_threads(1)
+            note = (
+                f"PyTorch runs on 1 thread, not {cores}: this machine is busy, and together they took "
+                f"{together * 1e6:,.0f} µs for 16 elements"
+            )
+        yield note
+    finally:
+        torch.set_num_threads(before)
+
+
+#: Longer than this, and than so many times one thread, isn't what threads cost on an idle machine.
+_TOGETHER_SECONDS, _TOGETHER_TIMES = 50e-6, 20
+
+
+def _typical_seconds(call: Callable[[], Any]) -> float:
+    """The longest median of a few batches, so that a burst of other work doesn't go unseen."""
+    medians = []
+    for _ in range(5):
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        medians.append(statistics.median(times))
+    return max(medians)
 
 
 def versions() -> dict[str, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +20,7 @@ from .records import OK, Record
 from .reference import Reference, Verdict
 from .shapes import DTYPES, Case, Task
 from .spaces import Space
-from .timing import GraphTimer, host_seconds, once
+from .timing import GraphTimer, Launch, Turn, host_seconds, once
 
 #: A single call longer than this isn't worth timing.
 SLOW_SECONDS = {"cuda": 0.05, "cpu": 0.1}
@@ -36,7 +37,7 @@ class _Subject:
 
     def __init__(self, task: Task, space: Space, cache_bytes: int, source: np.ndarray | None) -> None:
         self.task, self._space, self._cache_bytes, self._source = task, space, cache_bytes, source
-        self.copy_seconds: tuple[float | None, float] | None = None
+        self.copy_kernel: float | None = None
 
     @cached_property
     def buffers(self) -> Buffers:
@@ -45,6 +46,16 @@ class _Subject:
     @cached_property
     def reference(self) -> Reference:
         return Reference(self.buffers.inputs[0], self.task.case.dim, self.task.dtype, self._space)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """An implementation that gave a right result, before its host time is taken."""
+
+    impl: Impl
+    kernel: float | None
+    turn: Turn
+    verdict: Verdict | None = None
 
 
 class Bench:
@@ -81,49 +92,62 @@ class Bench:
         for task in tasks:
             subject = _Subject(task, self.space, self._cache_bytes, self._sources.get(task.case.label))
             for op in self.ops:
-                for impl in self.impls:
-                    yield self._measure(impl, op, subject)
+                yield from self._measure(op, subject)
 
-    def _measure(self, impl: Impl, op: str, subject: _Subject) -> Record:
+    def _measure(self, op: str, subject: _Subject) -> Iterator[Record]:
+        """A record for each implementation; those whose results are right take turns for their host times."""
+        tried = [self._try(impl, op, subject) for impl in self.impls]
+        trials = [trial for trial in tried if isinstance(trial, _Trial)]
+        turns = [trial.turn for trial in trials]
+        limit = _HOST_SECONDS[self.space.device]
+        found = dict(zip(map(id, trials), host_seconds(turns, self.space.synchronize, limit), strict=True))
+        for trial in tried:
+            yield trial if isinstance(trial, Record) else self._timed(trial, op, subject.task, found[id(trial)])
+
+    def _try(self, impl: Impl, op: str, subject: _Subject) -> _Trial | Record:
         task = subject.task
-        if reason := self._not_worth_trying(impl, op, task):
-            return record(impl.name, op, task, status=f"skipped: {reason}")
+        if status := self._not_worth_trying(impl, op, task):
+            return record(impl.name, op, task, status=status)
         try:
-            return self._copy(impl, op, subject) if impl.name == COPY else self._softmax(impl, op, subject)
-        except _REFUSALS as error:
-            return record(impl.name, op, task, status=f"unsupported: {one_line(error)}")
+            return self._copy(impl, subject) if impl.name == COPY else self._softmax(impl, op, subject)
         except Exception as error:
-            if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
-                return record(impl.name, op, task, status="skipped: memory")
-            how = f"raised {type(error).__name__}: {one_line(error)}"
-            return record(impl.name, op, task, status=f"wrong: {how}")
+            return record(impl.name, op, task, status=status_of(error))
+
+    def _timed(self, trial: _Trial, op: str, task: Task, host: float | Exception) -> Record:
+        if isinstance(host, Exception):
+            return record(trial.impl.name, op, task, status=status_of(host))
+        self._remember_pace(trial.impl, op, task, host)
+        return record(trial.impl.name, op, task, trial.kernel, host, trial.verdict)
 
     def _not_worth_trying(self, impl: Impl, op: str, task: Task) -> str | None:
-        if reason := unmeasurable(task.case, task.dtype):
-            return reason
+        if status := unmeasurable(task.case, task.dtype):
+            return status
         if time.monotonic() > self._deadline:
-            return "budget"
+            return "skipped: budget"
         if impl.name == COPY:  # alone, it compares with nothing
             others = [self._not_worth_trying(other, op, task) for other in self.impls if other.name != COPY]
-            return "slow" if others and all(others) else None
+            return "skipped: slow" if others and all(others) else None
         pace = self._seconds_per_element.get((impl.name, op, task.dtype), 0.0)
-        return "slow" if pace * task.case.elements > self._slow else None
+        return "skipped: slow" if pace * task.case.elements > self._slow else None
 
-    def _softmax(self, impl: Impl, op: str, subject: _Subject) -> Record:
+    def _softmax(self, impl: Impl, op: str, subject: _Subject) -> _Trial | Record:
         task, buffers = subject.task, subject.buffers
         dim = task.case.dim
 
         def into(i: int) -> Any:
             return impl.into(op, buffers.inputs[i], dim, buffers.outputs[i])
 
+        def failed(verdict: Verdict, status: str) -> Record:
+            return record(impl.name, op, task, verdict=verdict, status=status)
+
         buffers.poison()
         verdict = subject.reference.check(op, into(0))
         if verdict.fault:
-            return self._wrong(impl, op, task, verdict)
-        first = once(into, self.space.synchronize)
-        self._remember_pace(impl, op, task, first)
+            return failed(verdict, f"wrong: {verdict.fault}")
+        first = once(into, self.space.synchronize, self._slow)
         if first > self._slow:
-            return self._judged(impl, op, task, verdict, "skipped: slow")
+            self._remember_pace(impl, op, task, first)
+            return failed(verdict, "skipped: slow")
 
         kernel = None
         if self.space.device == "cuda":
@@ -132,63 +156,40 @@ class Bench:
             timer.replay()
             replayed = subject.reference.check(op, timer.results[0])
             if replayed.fault:
-                return self._wrong(impl, op, task, replayed, " in a CUDA graph")
+                return failed(replayed, f"wrong: {replayed.fault} in a CUDA graph")
             kernel = timer.seconds()
             del timer
-        host = self._host_seconds(impl.eager(op, dim), buffers.inputs, first)
-        return self._judged(impl, op, task, verdict, OK, kernel, host)
+        return _Trial(impl, kernel, Turn(impl.eager(op, dim), buffers.inputs, first), verdict)
 
-    def _host_seconds(self, call: Callable[[Any], Any], inputs: Sequence[Any], first: float) -> float:
-        return host_seconds(call, inputs, first, self.space.synchronize, _HOST_SECONDS[self.space.device])
-
-    def _copy(self, impl: Impl, op: str, subject: _Subject) -> Record:
-        task, buffers = subject.task, subject.buffers
-        if subject.copy_seconds is None:
-            subject.copy_seconds = self._time_copy(impl, buffers)
-        return record(impl.name, op, task, *subject.copy_seconds)
-
-    def _time_copy(self, impl: Impl, buffers: Buffers) -> tuple[float | None, float]:
-        """Device and host seconds of the copy; leaves the outputs where the copy was fastest."""
+    def _copy(self, impl: Impl, subject: _Subject) -> _Trial:
+        buffers = subject.buffers
 
         def into(i: int) -> Any:
             return impl.into("", buffers.plain[i], -1, buffers.outputs[i])
 
         into(0)
         first = once(into, self.space.synchronize)
-        kernel = None
-        if self.space.device == "cuda":
-            found = {}
-            for placement in PLACEMENTS:
-                buffers.place(placement)
-                timer = GraphTimer(into, len(buffers), first)
-                timer.replay()
-                found[placement] = timer.seconds()
-                del timer
-            best = min(found, key=found.__getitem__)
-            buffers.place(best)
-            kernel = found[best]
-        return kernel, self._host_seconds(impl.eager("", -1), buffers.plain, first)
+        if self.space.device == "cuda" and subject.copy_kernel is None:
+            subject.copy_kernel = self._time_copy(into, buffers, first)
+        return _Trial(impl, subject.copy_kernel, Turn(impl.eager("", -1), buffers.plain, first))
+
+    def _time_copy(self, into: Launch, buffers: Buffers, first: float) -> float:
+        """Device seconds of the copy; leaves the outputs where the copy was fastest."""
+        found = {}
+        for placement in PLACEMENTS:
+            buffers.place(placement)
+            timer = GraphTimer(into, len(buffers), first)
+            timer.replay()
+            found[placement] = timer.seconds()
+            del timer
+        best = min(found, key=found.__getitem__)
+        buffers.place(best)
+        return found[best]
 
     def _remember_pace(self, impl: Impl, op: str, task: Task, seconds: float) -> None:
         if self.space.device == "cpu" and task.case.elements >= _PREDICTIVE_ELEMENTS:
             key, pace = (impl.name, op, task.dtype), seconds / task.case.elements
             self._seconds_per_element[key] = min(pace, self._seconds_per_element.get(key, math.inf))
-
-    def _wrong(self, impl: Impl, op: str, task: Task, verdict: Verdict, where: str = "") -> Record:
-        return self._judged(impl, op, task, verdict, f"wrong: {verdict.fault}{where}")
-
-    def _judged(
-        self,
-        impl: Impl,
-        op: str,
-        task: Task,
-        verdict: Verdict,
-        status: str,
-        kernel: float | None = None,
-        host: float | None = None,
-    ) -> Record:
-        absolute = verdict.max_abs_error if math.isfinite(verdict.max_abs_error) else None
-        return record(impl.name, op, task, kernel, host, (verdict.max_rel_error, absolute), status)
 
 
 def record(
@@ -197,12 +198,13 @@ def record(
     task: Task,
     kernel: float | None = None,
     host: float | None = None,
-    errors: tuple[float | None, float | None] = (None, None),
+    verdict: Verdict | None = None,
     status: str = OK,
 ) -> Record:
     """A record from seconds; the bandwidth follows from the device time, or else the host's."""
     seconds = kernel if kernel is not None else host
     case = task.case
+    relative, absolute = (verdict.max_rel_error, verdict.max_abs_error) if verdict else (None, None)
     return Record(
         op=op,
         impl=impl,
@@ -214,11 +216,20 @@ def record(
         kernel_us=kernel and _five_digits(kernel * 1e6),
         host_us=host and _five_digits(host * 1e6),
         gbs=seconds and _five_digits(2 * case.elements * ITEMSIZE[task.dtype] / seconds * 1e-9),
-        max_rel_error=errors[0] and _five_digits(errors[0]),
-        max_abs_error=errors[1] and _five_digits(errors[1]),
+        max_rel_error=relative and _five_digits(relative),
+        max_abs_error=_five_digits(absolute) if absolute is not None and math.isfinite(absolute) else None,
         status=status,
         case=case.name,
     )
+
+
+def status_of(error: Exception) -> str:
+    """A record's status for what an implementation raised."""
+    if isinstance(error, _REFUSALS):
+        return f"unsupported: {one_line(error)}"
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
+        return "skipped: memory"
+    return f"wrong: raised {type(error).__name__}: {one_line(error)}"
 
 
 def _five_digits(value: float) -> float:
@@ -226,10 +237,12 @@ def _five_digits(value: float) -> float:
 
 
 def unmeasurable(case: Case, dtype: str) -> str | None:
-    """Why an input array can't be measured at all, or None."""
+    """The status of an input array that can't be measured at all, or None."""
     if dtype not in DTYPES:
-        return f"{dtype} is not a floating-point dtype that softmax takes; cast it with --dtypes"
-    return "empty array" if case.elements == 0 else None
+        return f"skipped: {dtype} is not a floating-point dtype that softmax takes; cast it with --dtypes"
+    if not case.shape:
+        return "unsupported: a 0-d array, whose softmax is 1; the bench measures arrays of one axis or more"
+    return "skipped: empty array" if case.elements == 0 else None
 
 
 def one_line(error: BaseException, limit: int = 240) -> str:

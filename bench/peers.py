@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import minikernel
 
 #: Every run times these beside the backends.
 COPY, TORCH = "copy", "F.softmax"
+_COMPILED = "torch.compile"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,15 @@ def backend(name: str) -> Impl:
         return ops[op](x, dim, backend=name, out=out)
 
     return Impl(name, into, lambda op, dim: partial(ops[op], dim=dim, backend=name))
+
+
+def unavailable(name: str, reason: str) -> Impl:
+    """A backend that was asked for by name and can't run here: unsupported, whatever the input."""
+
+    def into(op: str, x: Any, dim: int, out: Any) -> NoReturn:
+        raise NotImplementedError(reason)
+
+    return Impl(name, into, lambda op, dim: partial(into, op, dim=dim, out=None))
 
 
 def torch_softmax() -> Impl:
@@ -74,8 +84,10 @@ def torch_compile() -> Impl:
     def into(op: str, x: Any, dim: int, out: Any) -> Any:
         return compiled[op](x, dim=dim)
 
-    return Impl("torch.compile", into, lambda op, dim: partial(compiled[op], dim=dim))
+    return Impl(_COMPILED, into, lambda op, dim: partial(compiled[op], dim=dim))
 
 
 #: Peers that ``--peers`` adds; each needs PyTorch.
 OPTIONAL: dict[str, Callable[[], Impl]] = {"compile": torch_compile}
+#: As records have them.
+OPTIONAL_NAMES = (_COMPILED,)

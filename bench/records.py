@@ -29,7 +29,8 @@ class Record:
         gbs: Bytes read and written, each once, over that time, in 1e9 a second.
         max_rel_error, max_abs_error: Against float64 rounded to ``dtype``.
         status: ``ok``, ``unsupported: why``, ``wrong: how`` or ``skipped: why`` (``slow``, ``budget``).
-        case: The shape as given, with the axis and an input array's name.
+        case: The shape as given, with the axis and an input array's name: rows and cols don't tell
+            8x1000x64x64@1 from 32768x1000.
     """
 
     op: str
@@ -80,17 +81,19 @@ class Results:
     def write(self) -> None:
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text(self.dumps(), encoding="utf-8")
-        os.replace(partial, self._path)
+        try:
+            partial.write_text(self.dumps(), encoding="utf-8")
+            os.replace(partial, self._path)
+        except OSError as error:  # nobody asked for the partial one
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         self._written = time.monotonic()
 
     def dumps(self) -> str:
         """The JSON text: a record a line, so that runs can be compared with diff."""
         header = json.dumps(self.header, indent=1)[:-2]
-        lines = ",\n  ".join(json.dumps(asdict(record), allow_nan=False) for record in self.records)
-        return f'{header},\n "records": [\n  {lines}\n ]\n}}\n'
+        lines = ",".join("\n  " + json.dumps(asdict(record), allow_nan=False) for record in self.records)
+        return f'{header},\n "records": [{lines}\n ]\n}}\n'
 
 
 def load(path: Path) -> Results:

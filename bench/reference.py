@@ -69,7 +69,9 @@ class Reference:
             inner = np.random.default_rng(rows).choice(rows - 2, MAX_ROWS - 2, replace=False) + 1
             chosen = np.sort(np.concatenate([[0, rows - 1], inner]))
         self._all = len(chosen) == rows
-        self._rows = tuple(space.xp.asarray(axis) for axis in np.unravel_index(chosen, tuple(leading)))
+        # A lone axis leaves none to index by, and is always checked whole.
+        indices = () if self._all else np.unravel_index(chosen, tuple(leading))
+        self._rows = tuple(space.xp.asarray(axis) for axis in indices)
         self._x = space.wide(self._take(x))
         self._answers: dict[str, Any] = {}
 

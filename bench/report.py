@@ -9,7 +9,7 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +44,17 @@ def names_of(rows: Iterable[Row]) -> list[str]:
     return [n for n in _ORDER if n in seen] + [n for n in seen if n not in _ORDER]
 
 
-def multiple(row: Row, name: str) -> float | None:
-    """An implementation's time over the copy's, like with like; None where either is missing."""
-    one, floor = row.get(name), row.get(COPY)
-    if one is None or floor is None or (one.kernel_us is None) != (floor.kernel_us is None):
+def ratio(row: Row, name: str, other: str) -> float | None:
+    """An implementation's time over another's, like with like; None where either is missing."""
+    one, two = row.get(name), row.get(other)
+    if one is None or two is None or (one.kernel_us is None) != (two.kernel_us is None):
         return None
-    return one.us / floor.us if one.us is not None and floor.us else None
+    return one.us / two.us if one.us is not None and two.us else None
+
+
+def multiple(row: Row, name: str) -> float | None:
+    """An implementation's time over the copy's."""
+    return ratio(row, name, COPY)
 
 
 def short_status(status: str) -> str:
@@ -61,6 +66,47 @@ def short_status(status: str) -> str:
 def significant(value: float) -> str:
     """Three significant digits, and no exponent."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def label(impl: str, op: str) -> str:
+    """How tables write an implementation: PyTorch's by the function that was called."""
+    return f"F.{op}" if impl == TORCH else impl
+
+
+def machine_line(header: dict[str, Any]) -> str:
+    """The machine, its threads where they matter, the versions and the day."""
+    gpu, cpu, versions = header.get("gpu"), header.get("cpu") or {}, header.get("versions", {})
+    if gpu:
+        where = f"{gpu['model']} (copy at {gpu['copy_gbs'] / 1000:.2f} TB/s)"
+        shown = ["torch", "triton", "cupy", "driver"]
+    else:
+        where = f"{cpu.get('model', 'CPU')}, {_count(cpu.get('cores', 1), 'core')}"
+        where += f", {_count(cpu['threads'], 'PyTorch thread')}" if cpu.get("threads") else ""
+        shown = ["python", "numpy", "torch"]
+    software = [f"{name} {versions[name]}" for name in shown if name in versions]
+    return ", ".join([where, *software, header["date"][:10]])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+#: A copy that takes this many times as long as a softmax of the same bytes was disturbed.
+_DISTURBED = 2
+
+
+def disturbance(rows: dict[tuple[str, str, str, str], Row]) -> str | None:
+    """The sentence about the row whose copy was slowest beside something that moves the same bytes, if any was."""
+    found = []
+    for (_, dtype, layout, case), row in rows.items():
+        ratios = {name: times for name in row if (times := ratio(row, COPY, name))}
+        if ratios and layout != "expanded":  # whose input is smaller than the copy's
+            name = max(ratios, key=ratios.__getitem__)
+            found.append((ratios[name], f"{case} {dtype} the copy took {ratios[name]:.1f} times {name}'s"))
+    times, what = max(found, default=(0.0, ""))
+    if times <= _DISTURBED:
+        return None
+    return f"Don't trust these figures: at {what} time. Something else was running; measure again when it isn't."
 
 
 def reading_order(dtype: str) -> tuple[int, str]:
@@ -77,42 +123,58 @@ def _cell(row: Row, name: str, on_gpu: bool) -> str:
     text = significant(record.us)
     if on_gpu and record.kernel_us is None:
         return f"{text} host"
-    ratio = None if name == COPY else multiple(row, name)
-    return text if ratio is None else f"{text} ×{significant(ratio)}"
+    times = None if name == COPY else multiple(row, name)
+    return text if times is None else f"{text} ×{significant(times)}"
 
 
 _COLORS: tuple[tuple[str, str], ...] = (("wrong", "bold red"), ("–", "dim"), ("s", "yellow"), ("b", "yellow"))
 
 
-def print_tables(results: Results, console: Console) -> None:
-    """A table for each op, dtype and layout, then the reasons for what is missing in them."""
+def print_tables(results: Results, console: Console, absent: Mapping[str, str]) -> None:
+    """A table for each op, dtype and layout, then the reasons for what is missing in them.
+
+    Args:
+        absent: Who wasn't measured at all -> why not.
+    """
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
     on_gpu = bool(results.header.get("gpu"))
+    console.print(Text(machine_line(results.header)), soft_wrap=True)
     groups: dict[tuple[str, str, str], list[tuple[str, Row]]] = {}
     for (op, dtype, layout, case), row in rows_of(results.records).items():
         groups.setdefault((op, dtype, layout), []).append((case, row))
-    what = "µs on the device" if on_gpu else "µs"
+    threads = (results.header.get("cpu") or {}).get("threads")
+    unit = "device time in µs" if on_gpu else "host time in µs"
+    unit += f", {_count(threads, 'thread')}" if threads and not on_gpu else ""
     for (op, dtype, layout), rows in groups.items():
         names = names_of(row for _, row in rows)
         title = f"{op}, {dtype}" + ("" if layout == "contiguous" else f", {layout}")
-        unit = f"{what}, × the copy" if COPY in names else what
-        table = Table(title=f"[bold]{title}[/] [dim]({unit})[/]", title_justify="left")
-        table.add_column("shape", no_wrap=True)
-        for name in names:
-            table.add_column(escape(name), justify="right", no_wrap=True)
-        for case, row in rows:
-            cells = []
-            for name in names:
-                text = _cell(row, name, on_gpu)
-                style = next((style for start, style in _COLORS if text.startswith(start)), "")
-                cells.append(Text(text, style=style))
-            table.add_row(Text(case), *cells)
-        console.print(table)
-    for line in remarks(results.records):
-        console.print(Text(line), soft_wrap=True)
+        table = Table(
+            title=Text(title, "bold"),
+            title_justify="left",
+            caption=unit + ("; × the copy" if COPY in names else ""),
+            caption_justify="left",
+            min_width=44,  # title and caption on one line each
+        )
+        head = ["shape", *(label(name, op) for name in names)]
+        body = [[case, *(_cell(row, name, on_gpu) for name in names)] for case, row in rows]
+        for heading, *below in zip(head, *body, strict=True):
+            longest = max(len(word) for text in (heading, *below) for word in text.split())
+            # A narrow terminal may break lines, but cuts no word.
+            table.add_column(escape(heading), justify="left" if heading == "shape" else "right", min_width=longest)
+        for cells in body:
+            styles = (next((style for start, style in _COLORS if text.startswith(start)), "") for text in cells[1:])
+            table.add_row(Text(cells[0]), *(Text(*cell) for cell in zip(cells[1:], styles, strict=True)))
+        console.print(table, crop=False)
+    for line in remarks(record for record in results.records if record.impl not in absent):
+        console.print(Text(line, "bold red" if ": wrong: " in line else ""), soft_wrap=True)
+    if warning := disturbance(rows_of(results.records)):
+        console.print(Text(warning, "yellow"), soft_wrap=True)
+    for reason in dict.fromkeys(absent.values()):
+        who = ", ".join(name for name in absent if absent[name] == reason)
+        console.print(Text.assemble(("not measured: ", "yellow"), (who, "bold"), f": {reason}"), soft_wrap=True)
 
 
 def remarks(records: Iterable[Record]) -> list[str]:
@@ -124,7 +186,7 @@ def remarks(records: Iterable[Record]) -> list[str]:
             kinds.setdefault(re.sub(r"\d[\d.e+-]*", "#", record.status), []).append(record)
     lines = []
     for met in kinds.values():
-        names = ", ".join(dict.fromkeys(record.impl for record in met))
+        names = ", ".join(dict.fromkeys(label(record.impl, record.op) for record in met))
         cases = list(dict.fromkeys(f"{record.case} {record.dtype}" for record in met))
         more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
         lines.append(f"{names}: {met[0].status} ({cases[0]}{more})")
@@ -146,28 +208,31 @@ def markdown(results: Results, op: str = "softmax", table_only: bool = False) ->
     """
     wanted = {(t.dtype, f"{t.rows}x{t.cols}"): i for i, t in enumerate(TABLE)}
     table_only = table_only and any((r.dtype, r.case) in wanted for r in results.records)
-    rows = {
-        (dtype, layout, case): row
+    rows: dict[tuple[str, str, str, str], Row] = {
+        (of, dtype, layout, case): row
         for (of, dtype, layout, case), row in rows_of(results.records).items()
         if of == op and (not table_only or (layout == "contiguous" and (dtype, case) in wanted))
     }
     if table_only:
-        rows = dict(sorted(rows.items(), key=lambda item: wanted[item[0][0], item[0][2]]))
+        rows = dict(sorted(rows.items(), key=lambda item: wanted[item[0][1], item[0][3]]))
     else:
-        rows = dict(sorted(rows.items(), key=lambda item: (item[0][1], *reading_order(item[0][0]))))
+        rows = dict(sorted(rows.items(), key=lambda item: (item[0][2], *reading_order(item[0][1]))))
     if not rows:
         return f"No records of {op}.\n"
     gpu = results.header.get("gpu")
     # Host backends have no place in a table of device times.
     on_host = {r.impl for row in rows.values() for r in row.values() if r.status == OK and not r.kernel_us}
     shown = [name for name in names_of(rows.values()) if not gpu or name not in on_host]
-    head = ["dtype", "shape", *("copy µs" if n == COPY else n for n in shown)]
+    head = ["dtype", "shape", *("copy µs" if n == COPY else label(n, op) for n in shown)]
     body = []
-    for (dtype, layout, case), row in rows.items():
+    for (_, dtype, layout, case), row in rows.items():
         name = case if layout == "contiguous" else f"{case} {layout}"
         body.append([dtype, name, *(_markdown_cell(row, n) for n in shown)])
-    parts = [_machine_line(results), _markdown_table(head, body, 2)]
-    if line := _geometric_mean(rows.values()):
+    what = f"{'Device' if gpu else 'Host'} time as a multiple of an elementwise copy of the same bytes"
+    parts = [f"{what}; {machine_line(results.header)}.", _markdown_table(head, body, 2)]
+    if warning := disturbance(rows):
+        parts.append(warning)
+    elif gpu and (line := _geometric_mean(rows.values(), op)):
         parts.append(line)
     parts += _host_lines(rows.values()) if gpu else []
     return "\n\n".join(parts) + "\n"
@@ -179,30 +244,17 @@ def _markdown_cell(row: Row, name: str) -> str:
         return ""
     if record.status != OK or record.us is None:
         return short_status(record.status)
-    ratio = multiple(row, name)
-    return significant(record.us if name == COPY or ratio is None else ratio)
+    times = multiple(row, name)
+    return significant(record.us if name == COPY or times is None else times)
 
 
-def _machine_line(results: Results) -> str:
-    header = results.header
-    gpu, versions = header.get("gpu"), header.get("versions", {})
-    where = f"{gpu['model']} (copy at {gpu['copy_gbs'] / 1000:.2f} TB/s)" if gpu else header.get("cpu", "")
-    software = ", ".join(f"{n} {versions[n]}" for n in ("torch", "triton", "cupy") if n in versions)
-    kind = "Device time" if gpu else "Time"
-    what = f"{kind} as a multiple of an elementwise copy of the same bytes"
-    return f"{what}; {where}, {software}, {header['date'][:10]}."
-
-
-def _geometric_mean(rows: Iterable[Row]) -> str | None:
-    gains = [
-        row[TORCH].us / row["auto"].us  # type: ignore[operator]
-        for row in rows
-        if TORCH in row and "auto" in row and row[TORCH].status == row["auto"].status == OK
-    ]
+def _geometric_mean(rows: Iterable[Row], op: str) -> str | None:
+    gains = [gain for row in rows if (gain := ratio(row, TORCH, "auto"))]
     if not gains:
         return None
     mean = statistics.geometric_mean(gains)
-    return f"`{TORCH}` takes {mean:.2f} times as long as `auto` (geometric mean; at least {min(gains):.2f})."
+    least = min(gains)
+    return f"`{label(TORCH, op)}` takes {mean:.2f} times as long as `auto` (geometric mean; at least {least:.2f})."
 
 
 def _host_lines(rows: Iterable[Row]) -> list[str]:
@@ -211,7 +263,7 @@ def _host_lines(rows: Iterable[Row]) -> list[str]:
         one = next(iter(row.values()))
         if (one.rows, one.cols, one.dtype) == (512, 600, "float32"):
             timed = [row[n] for n in names_of([row]) if row[n].kernel_us is not None]
-            times = ", ".join(f"`{r.impl}` {r.host_us:.1f} µs" for r in timed)
+            times = ", ".join(f"`{label(r.impl, r.op)}` {r.host_us:.1f} µs" for r in timed)
             return [f"Host time per eager call at 512x600, float32: {times}."]
     return []
 
@@ -226,7 +278,7 @@ def plots(results: Results, folder: Path) -> list[Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     groups: dict[tuple[str, str], list[Row]] = {}
     for (op, dtype, layout, _), row in rows_of(results.records).items():
         if layout == "contiguous":
@@ -235,14 +287,14 @@ def plots(results: Results, folder: Path) -> list[Path]:
     for (op, dtype), rows in groups.items():
         figure, axes = plt.subplots(figsize=(9, 5.5))
         for name in [n for n in names_of(rows) if n != COPY]:
-            points = [(row[name].cols, ratio) for row in rows if (ratio := multiple(row, name)) is not None]
+            points = [(row[name].cols, times) for row in rows if (times := multiple(row, name)) is not None]
             if points:
-                _draw(axes.plot, axes.scatter, name, points)
+                _draw(axes.plot, axes.scatter, label(name, op), points)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("columns")
-        axes.set_ylabel(("device " if results.header.get("gpu") else "") + "time / copy")
+        axes.set_ylabel(("device" if results.header.get("gpu") else "host") + " time / copy")
         axes.set_title(f"{op}, {dtype}")
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
@@ -276,6 +328,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = load(options.json)
     except (OSError, ValueError) as error:
         print(f"report.py: {error}", file=sys.stderr)
+        return 2
+    if options.plots and not options.plots.parent.is_dir():
+        print(
+            f"report.py: cannot write {options.plots}: there is no folder {options.plots.parent}", file=sys.stderr
+        )
         return 2
     sys.stdout.write(markdown(results, options.op, table_only=not options.all))
     if options.plots:

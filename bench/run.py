@@ -1,6 +1,9 @@
 """Measure every softmax on this machine: ``python bench/run.py``.
 
 With no option and no GPU it takes well under a minute. See ``--help``, and shapes.py for the grids.
+
+Exit status: 0 if a softmax was measured, whatever else couldn't be: a backend asked for by name that can't run
+here is in the records as unsupported, with the reason, and said last. 1 if none could. 2 for a bad request.
 """
 
 from __future__ import annotations
@@ -42,7 +45,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    new = Parser(prog="run.py", description="Measure softmax: backends, F.softmax and the copy.")
+    new = Parser(
+        prog="run.py",
+        description="Measure softmax: backends, F.softmax and the copy.",
+        epilog="Exit status: 0 if a softmax was measured, 1 if none could be, 2 for a bad request.",
+    )
     new.add_argument("--backends", default="all", help="all (with auto), or names separated by commas")
     new.add_argument("--op", default="softmax", help="softmax, log_softmax or both, separated by a comma")
     what = new.add_mutually_exclusive_group()
@@ -58,18 +65,22 @@ def parser() -> Parser:
     new.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="stop measuring after")
     new.add_argument("--json", type=Path, metavar="PATH", help="write the results, as the run goes")
     new.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables")
-    new.add_argument("--plots", type=Path, metavar="DIR", help="draw time against columns")
+    new.add_argument("--plots", type=Path, metavar="DIR", help="draw time against columns, into that folder")
     return new
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for, checked."""
+    """What was asked for, checked.
+
+    ``named`` says whether the backends were, rather than all that there are.
+    """
 
     device: str
     tasks: list[Task]
     ops: list[str]
     backends: list[str]
+    named: bool
     arrays: dict[str, np.ndarray]
 
 
@@ -97,6 +108,8 @@ def plan(options: argparse.Namespace) -> Plan:
     layouts = choose(options.layouts, LAYOUTS, "layout")
     if options.peers:
         choose(options.peers, list(peers.OPTIONAL), "peer")
+        if not machine.has_torch():
+            raise ValueError(f"--peers {options.peers}: torch is not installed (pip install torch)")
     if options.device == "cuda" and not machine.has_gpu():
         raise ValueError("--device cuda: PyTorch sees no NVIDIA GPU here")
     device = "cuda" if options.device != "cpu" and machine.has_gpu() else "cpu"
@@ -116,10 +129,14 @@ def plan(options: argparse.Namespace) -> Plan:
         tasks = grid_tasks(grid, dtypes, layouts)
     if not tasks:
         raise ValueError(f"the grid {options.grid} has no case in {', '.join(dtypes)}")
+    for path in (options.json, options.markdown, options.plots):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     for path in (options.json, options.markdown):
         if path is not None and path.is_dir():
-            raise ValueError(f"cannot write {path}: it is a directory")
-    return Plan(device, tasks, ops, everything if "all" in backends else backends, arrays)
+            raise ValueError(f"cannot write {path}: it is a folder")
+    named = "all" not in backends
+    return Plan(device, tasks, ops, backends if named else everything, named, arrays)
 
 
 def space_for(device: str, seed: int) -> Space:
@@ -139,12 +156,16 @@ def benches(asked: Plan, options: argparse.Namespace) -> tuple[list[Bench], dict
             here.append(peers.backend(name))
         elif not info[name].available:
             absent[name] = "; ".join(info[name].reasons)
+            if asked.named:
+                here.append(peers.unavailable(name, absent[name]))
         elif asked.device in info[name].devices:
             here.append(peers.backend(name))
         elif "cpu" in info[name].devices:
             on_host.append(peers.backend(name))
         else:
             absent[name] = f"it works on {', '.join(info[name].devices)} memory"
+            if asked.named:
+                here.append(peers.unavailable(name, absent[name]))
 
     seed = options.seed
     space = space_for(asked.device, seed)
@@ -201,7 +222,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = command.parse_args(argv)
     try:
         import rich.console
-        import rich.markup
 
         if options.plots:
             import matplotlib  # noqa: F401
@@ -218,27 +238,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     found, absent = benches(asked, options)
     interrupted = False
     invocation = shlex.join(["python", "bench/run.py", *argv])
-    results = Results(header(asked.device, options.seed, invocation), options.json)
     try:
-        measure(asked, found, results)
-    except OSError as error:
-        command.error(f"cannot write {error.filename}: {error.strerror}")
-    except KeyboardInterrupt:
-        interrupted = True
-    report.print_tables(results, console)
-    for name, reason in absent.items():
-        reason = rich.markup.escape(reason)
-        console.print(f"[yellow]not measured[/] [bold]{name}[/]: {reason}", soft_wrap=True)
-    try:
+        with machine.settled_threads() as note:
+            results = Results(header(asked.device, options.seed, invocation), options.json)
+            results.write()  # what can't be written is said before anything is measured
+            try:
+                measure(asked, found, results)
+            except KeyboardInterrupt:
+                interrupted = True
+        if note and asked.device == "cpu":
+            console.print(note, style="yellow", soft_wrap=True)
+        report.print_tables(results, console, absent)
         if options.markdown:
-            options.markdown.parent.mkdir(parents=True, exist_ok=True)
             text = "\n".join(report.markdown(results, op) for op in asked.ops)
             options.markdown.write_text(text, encoding="utf-8")
         if options.plots:
             report.plots(results, options.plots)
     except OSError as error:
         command.error(f"cannot write {error.filename}: {error.strerror}")
-    return 130 if interrupted else 0
+    if interrupted:
+        return 130
+    if nothing_measured(results):
+        print("run.py: no softmax could be measured here", file=sys.stderr)
+        return 1
+    return 0
+
+
+def nothing_measured(results: Results) -> bool:
+    """Whether everything but the copy was refused, the copy being no softmax."""
+    softmaxes = [record for record in results.records if record.impl != peers.COPY]
+    return all(record.status.startswith("unsupported") for record in softmaxes)
 
 
 if __name__ == "__main__":

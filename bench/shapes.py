@@ -21,7 +21,7 @@ class Case:
     """One array shape and the axis that softmax reduces.
 
     Attributes:
-        shape: Extents, at least one.
+        shape: Extents; empty for a 0-d array.
         dim: The reduced axis, as a caller would pass it.
         dtypes: The dtypes that it is meant for; empty means any.
         label: Name of the array, where it comes from a file.
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def cols(self) -> int:
-        return self.shape[self.dim]
+        return self.shape[self.dim] if self.shape else 1
 
     @property
     def rows(self) -> int:
@@ -47,7 +47,7 @@ class Case:
     @property
     def name(self) -> str:
         """How reports write it: ``512x600``, ``8x1000x64x64@1``, ``logits 48x30522``."""
-        text = "x".join(map(str, self.shape)) + ("" if self.dim == -1 else f"@{self.dim}")
+        text = _extents(self.shape) + ("" if self.dim == -1 else f"@{self.dim}")
         return f"{self.label} {text}" if self.label else text
 
 
@@ -157,10 +157,13 @@ def parse_shape(text: str, dim: int = -1) -> Case:
 
 def check_dim(shape: tuple[int, ...], dim: int) -> None:
     """Raise ValueError unless ``dim`` is an axis of ``shape``."""
-    if not -len(shape) <= dim < len(shape):
-        extents = "x".join(map(str, shape)) or "()"
-        span = f"[{-len(shape)}, {len(shape) - 1}]"
-        raise ValueError(f"bad dim {dim} for shape {extents}: it must be in {span}")
+    rank = max(len(shape), 1)  # a 0-d array counts as having one axis
+    if not -rank <= dim < rank:
+        raise ValueError(f"bad dim {dim} for shape {_extents(shape)}: it must be in [{-rank}, {rank - 1}]")
+
+
+def _extents(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "()"
 
 
 def grid_tasks(grid: str, dtypes: Sequence[str], layouts: Sequence[str] = ("contiguous",)) -> list[Task]:

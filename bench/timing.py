@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +22,8 @@ _LONG_SECONDS = 0.02
 Launch = Callable[[int], Any]
 
 
-def once(launch: Launch, synchronize: Callable[[], None]) -> float:
-    """Seconds from a launch to its end, the host's part included: the lowest of three, or of one if long."""
+def once(launch: Launch, synchronize: Callable[[], None], limit: float = _LONG_SECONDS) -> float:
+    """Seconds from a launch to its end on host and device: the lowest of three, or one far over ``limit``."""
     lowest = math.inf
     for _ in range(3):
         synchronize()
@@ -30,41 +31,66 @@ def once(launch: Launch, synchronize: Callable[[], None]) -> float:
         launch(0)
         synchronize()
         lowest = min(lowest, time.perf_counter() - start)
-        if lowest > _LONG_SECONDS:
+        if lowest > 10 * limit:  # no other program's doing
             break
     return lowest
 
 
-def host_seconds(
-    call: Callable[[Any], Any],
-    inputs: Sequence[Any],
-    first: float,
-    synchronize: Callable[[], None],
-    limit: float = 0.04,
-) -> float:
-    """Host seconds of an eager call: the lowest of several batches' medians, within about ``limit`` seconds.
+@dataclass(frozen=True)
+class Turn:
+    """One implementation's part in :func:`host_seconds`.
 
-    On a CPU that is the time of the whole work; on a GPU the host only queues it.
-
-    Args:
+    Attributes:
         call: Takes one of the inputs; its result is dropped.
         inputs: Passed in turn.
         first: What :func:`once` gave; it decides how many calls a batch has.
     """
-    batch = int(min(max(limit / 5 / first, 3), _BATCH))
-    medians: list[float] = []
-    end = time.perf_counter() + limit
-    while not medians or (time.perf_counter() < end and len(medians) * batch < _MAX_CALLS):
-        times = []
-        synchronize()
-        for i in range(batch):
-            x = inputs[i % len(inputs)]
-            start = time.perf_counter()
-            call(x)
-            times.append(time.perf_counter() - start)
-        medians.append(statistics.median(times))
+
+    call: Callable[[Any], Any]
+    inputs: Sequence[Any]
+    first: float
+
+
+def host_seconds(
+    turns: Sequence[Turn], synchronize: Callable[[], None], limit: float = 0.04
+) -> list[float | Exception]:
+    """Host seconds of an eager call of each, or what it raised: the lowest of several batches' medians.
+
+    Batches take turns, A B C A B C, so that a burst of other work is no one's alone. On a CPU that is the
+    time of the whole work; on a GPU the host only queues it.
+
+    Args:
+        limit: About how many seconds each may take in all.
+    """
+    medians: list[list[float]] = [[] for _ in turns]
+    spent = [0.0] * len(turns)
+    failed: dict[int, Exception] = {}
+    batches = [int(min(max(limit / 5 / turn.first, 3), _BATCH)) for turn in turns]
+    left = list(range(len(turns)))
     synchronize()
-    return min(medians)
+    while left:
+        for i in left:
+            start = time.perf_counter()
+            try:
+                medians[i].append(_median_seconds(turns[i], batches[i]))
+                synchronize()
+            except Exception as error:
+                failed[i] = error
+            spent[i] += time.perf_counter() - start
+        left = [
+            i for i in left if i not in failed and spent[i] < limit and len(medians[i]) * batches[i] < _MAX_CALLS
+        ]
+    return [failed[i] if i in failed else min(medians[i]) for i in range(len(turns))]
+
+
+def _median_seconds(turn: Turn, calls: int) -> float:
+    times = []
+    for i in range(calls):
+        x = turn.inputs[i % len(turn.inputs)]
+        start = time.perf_counter()
+        turn.call(x)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 class GraphTimer:

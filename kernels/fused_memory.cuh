@@ -12,12 +12,15 @@ template <class T> union __align__(kWide > 1 ? 16 : sizeof(T)) Pack {
     uint words[sizeof(T) * kWide / 4 + 1 - (kWide > 1)];  // unused where kWide is 1
 };
 
-// 16 bytes at once, in assembly: left to itself the compiler splits some of these accesses.
-__device__ __forceinline__ void load_16(uint* words, const void* from) {
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "l"(from)
-                 : "memory");
+// 16 bytes at once, in assembly: left to itself the compiler splits some of these accesses, and branches around
+// loads instead of predicating them.
+__device__ __forceinline__ void load_16(uint* words, const void* from, bool wanted) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n"
+        "  @wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+        : "l"(from), "r"(int(wanted))
+        : "memory");
 }
 __device__ __forceinline__ void store_16(void* to, const uint* words) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
@@ -27,10 +30,9 @@ __device__ __forceinline__ void store_16(void* to, const uint* words) {
 
 // A thread outside the row keeps what it has.
 __device__ __forceinline__ void load(Pack<In>& pack, const In* from, bool wanted) {
-    if (!wanted) return;
     if constexpr (kWide > 1 && CONGRUENT) {
-        load_16(pack.words, from);
-    } else {
+        load_16(pack.words, from, wanted);
+    } else if (wanted) {
 #pragma unroll
         for (int i = 0; i < kWide; ++i) pack.at[i] = from[i];
     }
@@ -57,12 +59,28 @@ __device__ __forceinline__ Pack<In> read_slot(const Pack<In>* slot) {
     return *slot;
 }
 
-// Makes the compiler unpack again: it would rather keep what it unpacked before, in twice the registers.
-__device__ __forceinline__ void keep_packed(Pack<In>& pack) {
-    if constexpr (sizeof(In) == 2 && kWide > 1) {
-        asm volatile("" : "+r"(pack.words[0]), "+r"(pack.words[1]), "+r"(pack.words[2]), "+r"(pack.words[3]));
+// Makes the compiler unpack again what it would rather keep unpacked, in twice the registers: `zero` is a zero that
+// it can't know.
+__device__ __forceinline__ void keep_packed(Pack<In>& pack, uint zero) {
+    if constexpr (sizeof(In) == 2 && kWide > 1 && VECTORS > 4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pack.words[i] ^= zero;
     }
 }
+
+#if __CUDA_ARCH__ >= 800
+// The larger of each of two pairs of a half type.
+__device__ __forceinline__ uint max_of_pairs(half, uint a, uint b) {
+    uint larger;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+__device__ __forceinline__ uint max_of_pairs(bfloat16, uint a, uint b) {
+    uint larger;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+#endif
 
 // From global straight into a slot of shared memory that only this thread uses: no barrier is needed, only
 // wait_for_groups before the thread reads it.

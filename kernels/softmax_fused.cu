@@ -35,9 +35,20 @@ constexpr bool kKeepTerms = kResident && !LOG && (sizeof(In) == sizeof(Acc) || V
 // Packs that are summed together, relative to one max: few, so that the work starts as the first arrive.
 constexpr int kChunk = sizeof(In) == 2 ? 2 : 4;
 
-__device__ __forceinline__ Acc max_of(const Pack<In>& pack, Acc max) {
+template <class T> __device__ __forceinline__ Acc max_of(const Pack<T>& pack, Acc max) {
+#if __CUDA_ARCH__ >= 800
+    // Packs that stay packed are compared two elements at a time; others are unpacked for their sum anyway.
+    if constexpr (sizeof(T) == 2 && kWide > 1 && kResident && !kKeepTerms) {
+        const uint pair = max_of_pairs(T(), max_of_pairs(T(), pack.words[0], pack.words[1]),
+                                       max_of_pairs(T(), pack.words[2], pack.words[3]));
+        const T low = {(unsigned short)(pair & 0xffff)}, high = {(unsigned short)(pair >> 16)};
+        max = fmax(fmax(max, to_acc(low)), to_acc(high));
+    } else
+#endif
+    {
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) max = fmax(max, to_acc(pack.at[i]));
+        for (int i = 0; i < kWide; ++i) max = fmax(max, to_acc(pack.at[i]));
+    }
     return max;
 }
 
@@ -48,12 +59,45 @@ __device__ __forceinline__ Acc sum_of(const Pack<In>& pack, Acc shift) {
     return sum;
 }
 
-// The online update of Milakov & Gimelshein, algorithm 3, a pack at a time.
-__device__ __forceinline__ void take_online(Partial& partial, const Pack<In>& pack) {
-    const Acc max = max_of(pack, partial.max);
-    partial.sum = partial.sum * rescale(partial.max, max) + sum_of(pack, shift_for(max));
-    partial.max = max;
+__device__ __forceinline__ Pack<In> empty_pack() {
+    Pack<In> pack;
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) pack.at[i] = lowest(In());
+    return pack;
 }
+
+// What one thread knows of its part of the row: the online update of Milakov & Gimelshein, algorithm 3.
+struct Running {
+    Partial partial = Partial::empty();
+    Acc lost = 0;
+
+    __device__ __forceinline__ void raise_max(Acc max) {
+        const Acc scale = rescale(partial.max, max);
+        partial = {max, partial.sum * scale};
+        if constexpr (STREAMED) lost *= scale;
+    }
+    __device__ __forceinline__ void add_terms(Acc sum) {
+        if constexpr (STREAMED)  // any number of them: compensated
+            add(partial.sum, lost, sum);
+        else
+            partial.sum += sum;
+    }
+    // Several packs at a time: one rescaling serves them all.
+    template <int N> __device__ __forceinline__ void take(const Pack<In>* packs) {
+        Acc max = partial.max;
+#pragma unroll
+        for (int v = 0; v < N; ++v) max = max_of(packs[v], max);
+        raise_max(max);
+        Acc sum = 0;
+#pragma unroll
+        for (int v = 0; v < N; ++v) sum += sum_of(packs[v], shift_for(max));
+        add_terms(sum);
+    }
+    __device__ __forceinline__ void take(Acc single) {
+        raise_max(fmax(partial.max, single));
+        add_terms(exponential(single - shift_for(partial.max)));
+    }
+};
 
 __device__ __forceinline__ Pack<Out> finish_pack(const Finish& finish, const Pack<In>& pack) {
     Pack<Out> result;
@@ -80,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #else
     const uint parts = 1, part = 0;
 #endif
+    const uint zero = uint(layout.rows >> 62);  // see keep_packed
     wait_for_predecessor();
 
     // Several short rows a block, one row a block, or one row several blocks.
@@ -109,8 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Pack<In> packs[VECTORS];
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-#pragma unroll
-        for (int i = 0; i < kWide; ++i) packs[v].at[i] = lowest(In());
+        packs[v] = empty_pack();
         load(packs[v], in_run + v * kLanes * kWide, v * kLanes < left);
     }
     const int group = (shared_vectors + kGroups - 1) / kGroups;
@@ -121,13 +165,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     load_async(slots + v * blockDim.x, in_run + (VECTORS + v) * 32 * kWide);
             end_group();
         }
+    // The elements outside the packs; rows that begin and end at a pack have none.
+    const bool has_singles = kSingles && part == 0 && in_range && (span.head || span.tail);
     Acc singles[kSingles + 1];
-    const bool has_singles = kSingles && part == 0 && in_range;
+    Out* singles_to[kSingles + 1];
+    if (has_singles)
 #pragma unroll
-    for (int s = 0; s < kSingles; ++s) {
-        const long long at = span.single(member + s * kLanes);
-        singles[s] = has_singles && at >= 0 ? to_acc(in[at]) : lowest(Acc());
-    }
+        for (int s = 0; s < kSingles; ++s) {
+            const long long at = span.single(member + s * kLanes);
+            singles[s] = at >= 0 ? to_acc(in[at]) : lowest(Acc());
+            singles_to[s] = at >= 0 ? to + at : nullptr;
+        }
     let_successor_start();
 
     Partial row_partial;
@@ -136,8 +184,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         Acc max = lowest(Acc());
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) max = max_of(packs[v], max);
+        if (has_singles)
 #pragma unroll
-        for (int s = 0; s < kSingles; ++s) max = fmax(max, singles[s]);
+            for (int s = 0; s < kSingles; ++s) max = fmax(max, singles[s]);
         max = max_over_lanes<kLanes>(max);
         row_partial.max = TEAM ? max : max_over_block(max, warp_slots);
 
@@ -145,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         Acc sum = 0;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            keep_packed(packs[v]);
+            if constexpr (!kKeepTerms) keep_packed(packs[v], zero);
 #pragma unroll
             for (int i = 0; i < kWide; ++i) {
                 const Acc term = exponential(to_acc(packs[v].at[i]) - shift);
@@ -153,51 +202,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 if constexpr (kKeepTerms) terms[v * kWide + i] = term;
             }
         }
+        if (has_singles)
 #pragma unroll
-        for (int s = 0; s < kSingles; ++s) sum += exponential(singles[s] - shift);
+            for (int s = 0; s < kSingles; ++s) sum += exponential(singles[s] - shift);
         sum = sum_over_lanes<kLanes>(sum);
         row_partial.sum = TEAM ? sum : sum_over_block(sum, warp_slots);
     } else {
         // What this thread holds, as it arrives; then what is too much to hold.
-        Partial mine = Partial::empty();
+        Running mine;
 #pragma unroll
-        for (int c = 0; c < VECTORS; c += kChunk) {
-            Partial chunk = Partial::empty();
-#pragma unroll
-            for (int v = c; v < VECTORS && v < c + kChunk; ++v) chunk.max = max_of(packs[v], chunk.max);
-#pragma unroll
-            for (int v = c; v < VECTORS && v < c + kChunk; ++v) {
-                keep_packed(packs[v]);
-                chunk.sum += sum_of(packs[v], shift_for(chunk.max));
-            }
-            mine = c == 0 ? chunk : merge(mine, chunk);
-        }
+        for (int c = 0; c + kChunk <= VECTORS; c += kChunk) mine.take<kChunk>(packs + c);
+        if constexpr (VECTORS % kChunk) mine.take<VECTORS % kChunk>(packs + VECTORS / kChunk * kChunk);
         if constexpr (SHARED) {
             auto take_group = [&](int g) {
                 for (int v = g * group; v < min(shared_vectors, (g + 1) * group); ++v)
-                    if ((VECTORS + v) * 32 < left) take_online(mine, read_slot(slots + v * blockDim.x));
+                    if ((VECTORS + v) * 32 < left) {
+                        const Pack<In> pack = read_slot(slots + v * blockDim.x);
+                        mine.take<1>(&pack);
+                    }
             };
             wait_for_groups<3>(), take_group(0);
             wait_for_groups<2>(), take_group(1);
             wait_for_groups<1>(), take_group(2);
             wait_for_groups<0>(), take_group(3);
         }
+        if (has_singles)
 #pragma unroll
-        for (int s = 0; s < kSingles; ++s)
-            if (singles[s] != lowest(Acc())) mine = merge(mine, {singles[s], Acc(1)});
-        if constexpr (STREAMED) {
-            Acc lost = 0;  // compensated: here a thread may have any number of packs
+            for (int s = 0; s < kSingles; ++s) mine.take(singles[s]);
+        if constexpr (STREAMED)
             for (uint at = held * members + member; at < count; at += members) {
                 Pack<In> pack;
                 load(pack, in_part + (long long)at * kWide, true);
-                const Acc max = max_of(pack, mine.max), scale = rescale(mine.max, max);
-                mine = {max, mine.sum * scale};
-                lost *= scale;
-                add(mine.sum, lost, sum_of(pack, shift_for(max)));
+                mine.take<1>(&pack);
             }
-        }
 
-        row_partial = merge_over_lanes<kLanes>(mine);
+        row_partial = merge_over_lanes<kLanes>(mine.partial);
         if constexpr (!TEAM) row_partial = merge_over_block(row_partial, warp_slots);
 #if CLUSTER > 1
         cluster_wait();  // every block has started
@@ -216,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int i = 0; i < kWide; ++i) from_acc(result.at[i], terms[v * kWide + i] * finish.factor);
         } else {
-            keep_packed(packs[v]);
+            keep_packed(packs[v], zero);
             result = finish_pack(finish, packs[v]);
         }
         store(to_run + v * kLanes * kWide, result);
@@ -231,9 +270,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             load(pack, in_part + (long long)at * kWide, true);
             store(to_part + (long long)at * kWide, finish_pack(finish, pack));
         }
+    if (has_singles)
 #pragma unroll
-    for (int s = 0; s < kSingles; ++s) {
-        const long long at = span.single(member + s * kLanes);
-        if (has_singles && at >= 0) from_acc(to[at], finish(singles[s]));
-    }
+        for (int s = 0; s < kSingles; ++s)
+            if (singles_to[s]) from_acc(*singles_to[s], finish(singles[s]));
 }

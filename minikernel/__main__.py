@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from . import __version__, driver, list_backends
+from . import __version__, dispatch, driver, list_backends
 from .registry import REGISTRY
 
 _DESCRIPTION = "What this machine can run, and what to install for the rest."
@@ -39,11 +40,24 @@ def _gpus() -> list[dict[str, str]]:
     return found
 
 
+def _environment() -> dict[str, str | None]:
+    """The backend that MINIKERNEL_BACKEND names, None if it isn't set, and what is wrong with that name."""
+    name = os.environ.get(dispatch.ENVIRONMENT_VARIABLE) or None
+    error = None
+    if name:
+        try:
+            dispatch.check_name(name)
+        except ValueError as unknown:
+            error = str(unknown)
+    return {"backend": name, "error": error}
+
+
 def survey() -> dict[str, Any]:
     """What this machine has and can run, as plain data ready for JSON.
 
     Returns:
-        ``versions`` (package -> version), ``gpus`` (a list of ``model`` and ``compute_capability``) and
+        ``versions`` (package -> version), ``gpus`` (a list of ``model`` and ``compute_capability``),
+        ``environment`` (the ``backend`` that MINIKERNEL_BACKEND names and the ``error`` in that, or None) and
         ``backends`` (name -> the fields of :class:`minikernel.BackendInfo` and ``cures``, the commands
         that install what the backend misses; best first).
     """
@@ -52,7 +66,7 @@ def survey() -> dict[str, Any]:
     for name, info in list_backends().items():
         cures = [needed.cure for needed in required.get(name, ()) if not needed.is_installed()]
         backends[name] = {**vars(info), "limits": dict(info.limits), "cures": cures}
-    return {"versions": _versions(), "gpus": _gpus(), "backends": backends}
+    return {"versions": _versions(), "gpus": _gpus(), "environment": _environment(), "backends": backends}
 
 
 def _rows(backends: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -86,10 +100,13 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return
 
-    table = Table(*_COLUMNS, box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
+    for column, cells in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
+        longest = max(len(word) for text in (column, *cells) for word in text.split())
+        table.add_column(column, min_width=longest)  # a narrow terminal may break lines, but cuts no word
     for name, runs, *rest in rows:
         table.add_row(Text(name, "bold"), Text(runs, "green" if runs == "yes" else "red"), *rest)
-    Console().print(table)
+    Console().print(table, crop=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,6 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(", ".join(f"{package} {version}" for package, version in found["versions"].items()))
     gpus = [f"{gpu['model']} (compute capability {gpu['compute_capability']})" for gpu in found["gpus"]]
     print("GPU:", ", ".join(gpus) or "none")
+    if name := found["environment"]["backend"]:
+        error = found["environment"]["error"]
+        use = f"is wrong: {error}" if error else "decides for every call that names no backend"
+        print(f"{dispatch.ENVIRONMENT_VARIABLE}={name} {use}")
     _print_table(_rows(found["backends"]))
     print(*_notes(found["backends"]), sep="\n")
     return 0

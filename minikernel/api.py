@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from . import arrays, dispatch
+from . import arrays, dispatch, layout
 from .arrays import HALF_TYPES, Framework
 from .dispatch import Decision
+from .layout import normalize_dim
 from .problem import ITEMSIZE, OPS, Kernel, Problem
 from .registry import REGISTRY, BackendError
 
@@ -29,7 +31,7 @@ def softmax(
     backend: str = "auto",
     dtype: Any = None,
     out: Array | None = None,
-    **unknown: Any,
+    **unknown: NoReturn,
 ) -> Array:
     """Softmax along one axis: ``exp(x - max) / sum(exp(x - max))``, as ``torch.nn.functional.softmax``.
 
@@ -38,18 +40,24 @@ def softmax(
             host memory with ``__dlpack__``; float16, bfloat16, float32 or float64. Half types and float32
             accumulate in float32, float64 in float64.
         dim: The axis that sums to 1; negative counts from the end.
-        backend: A name from :func:`minikernel.list_backends`, or ``"auto"`` for the best available.
+        backend: A name from :func:`minikernel.list_backends`. ``"auto"`` is no name: :func:`use_backend`
+            and then ``MINIKERNEL_BACKEND`` may give one, and the best available is used if they don't.
         dtype: Cast the input to this floating dtype first: PyTorch's, NumPy's, or a name.
-        out: Array of the right shape, dtype and device to fill and return; it may be ``x`` itself.
+        out: PyTorch, CuPy or NumPy array of the right shape, dtype and device to fill and return; it may be
+            ``x`` itself.
 
     Returns:
         A new contiguous array of the same kind, shape and device as ``x``, ordered on the current stream
-        of its framework. A row with NaN or +inf, or of nothing but -inf, is NaN.
+        of its framework. A row with NaN or +inf, or of nothing but -inf, is NaN. The kind of an array with
+        ``__dlpack__`` is kept through ``__array_namespace__``, or ``from_dlpack`` in its package; where it
+        has neither, a NumPy array is returned.
 
     Raises:
-        TypeError: ``x`` isn't an array of a kind or dtype that has a path here.
+        TypeError: ``x`` isn't an array of a kind or dtype that has a path here, ``dim`` or ``dtype`` isn't
+            an axis or a floating dtype, or ``out`` is of another kind or dtype than the result.
         IndexError: ``dim`` is out of range.
-        ValueError: ``backend`` isn't a backend's name, or ``out`` doesn't fit.
+        ValueError: ``backend`` isn't a backend's name; or ``out`` has another shape or device, can't be
+            written, overlaps the input without being it, or requires grad.
         BackendError: No backend can take the input; lists every backend with its reasons.
         NotImplementedError: The input requires grad or carries a tangent, which would be lost.
     """
@@ -63,7 +71,7 @@ def log_softmax(
     backend: str = "auto",
     dtype: Any = None,
     out: Array | None = None,
-    **unknown: Any,
+    **unknown: NoReturn,
 ) -> Array:
     """Logarithm of softmax along one axis: ``x - max - log(sum(exp(x - max)))``.
 
@@ -80,38 +88,54 @@ def explain(
     backend: str = "auto",
     dtype: Any = None,
     out: Any = None,
-    **unknown: Any,
+    **unknown: NoReturn,
 ) -> Decision:
     """Which backend :func:`softmax` would run for these arguments, why, and why none of the others.
 
+    Nothing is computed, but the kernel is prepared: only compiling it tells whether it builds here.
+
     Args:
-        op: ``"softmax"`` or ``"log_softmax"``; the rest as in :func:`softmax`. Nothing is computed.
+        op: ``"softmax"`` or ``"log_softmax"``; the rest as in :func:`softmax`.
 
     Returns:
-        The :class:`~minikernel.Decision`; its ``backend`` is None where :func:`softmax` would raise
-        :class:`~minikernel.BackendError`.
+        The :class:`~minikernel.Decision`. Its ``reason`` names every copy and cast that is made. Its
+        ``backend`` is None where :func:`softmax` would raise :class:`~minikernel.BackendError`, and for an
+        empty input, for which nothing runs.
+
+    Raises:
+        TypeError, IndexError, ValueError, NotImplementedError: As :func:`softmax` would for these arguments.
     """
-    _refuse(unknown)
+    if unknown:
+        _refuse(unknown)
     framework = arrays.framework_of(x)
     request = _examine(framework, op, x, dim, framework.effective_dtype(x, dtype), out)
     if request.problem is None:
+        dispatch.requested(backend)
         return Decision(None, "The input is empty: nothing runs.")
-    # Preparing finds out what only compiling can: whether the kernel builds on this device.
+    if out is not None:
+        _overlap_guard(framework, x, out)(x, out)
     try:
-        decision, _ = dispatch.resolve(request.problem, backend)
-    except BackendError:
+        decision, kernel = dispatch.resolve(request.problem, backend)
+        _executor(framework, decision, kernel, request.problem)
+    except BackendError as error:
         decision = dispatch.choose(request.problem, backend)
-    return Decision(
-        decision.backend,
-        " ".join([decision.reason, *request.notes]),
-        decision.rejected,
-        decision.through,
-        decision.fallback,
-        decision.passed_over,
-    )
+        if decision.backend is not None:  # it could run, were there something to copy the input with
+            return replace(decision, backend=None, reason=str(error))
+    return replace(decision, reason=" ".join([decision.reason, *request.notes]))
 
 
-def _call(op: str, x: Any, dim: int, backend: str, dtype: Any, out: Any, unknown: dict[str, Any]) -> Any:
+def _show_named(function: Callable[..., Any]) -> None:
+    """Leave ``**unknown`` out of what help() shows; NoReturn tells type checkers that nothing fits it."""
+    shown = inspect.signature(function)
+    named = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    vars(function)["__signature__"] = shown.replace(parameters=named)
+
+
+for _function in (softmax, log_softmax, explain):
+    _show_named(_function)
+
+
+def _call(op: str, x: Any, dim: int, backend: str, dtype: Any, out: Any, unknown: Mapping[str, Any]) -> Any:
     if unknown:
         _refuse(unknown)
     framework = arrays.framework_of(x)
@@ -122,14 +146,18 @@ def _call(op: str, x: Any, dim: int, backend: str, dtype: Any, out: Any, unknown
     if signature is None or type(dim) is not int:
         return _bind(framework, op, x, dim, backend, dtype, plain=False)(x)
     key = (op, dim, backend, dtype, dispatch.override.get(), signature)
-    call = _calls.get(key)
+    try:
+        call = _calls.get(key)
+    except TypeError:  # backend or dtype can't be hashed: binding says what is wrong with it
+        return _bind(framework, op, x, dim, backend, dtype, plain=False)(x)
     if call is None:
+        generation = REGISTRY.generation
         call = _bind(framework, op, x, dim, backend, dtype, plain=True)
-        dispatch.remember(_calls, key, call)
+        dispatch.remember(_calls, key, call, generation)
     return call(x)
 
 
-def _refuse(unknown: dict[str, Any]) -> None:
+def _refuse(unknown: Mapping[str, Any]) -> None:
     for name in unknown:
         if name == "axis":
             raise TypeError("there is no argument 'axis': the axis is called 'dim', as in PyTorch")
@@ -144,12 +172,13 @@ class _Request:
     problem: Problem | None  # None: there is nothing to compute
     cast: str | None = None
     copy: bool = False
+    into_temporary: bool = False  # out can't be filled as it lies
     notes: tuple[str, ...] = ()
 
     def prepare(self, framework: Framework, x: Any) -> Any:
         x = framework.check(x)
         if self.cast:
-            x = framework.cast(x, self.cast)
+            return framework.cast(x, self.cast)
         return framework.contiguous(x) if self.copy else x
 
 
@@ -160,54 +189,107 @@ def _examine(framework: Framework, op: str, x: Any, dim: Any, dtype: Any, out: A
     given = framework.dtype(x)
     wanted = given if dtype is None else arrays.dtype_name(dtype)
     _check_dtypes(given, wanted, op)
-    fused = given == wanted or (given in HALF_TYPES and wanted == "float32")
     shape, strides = framework.geometry(x)
-    axis = arrays.normalize_dim(dim, len(shape))
+    axis = normalize_dim(dim, len(shape))
+    if out is not None:
+        _check_out(framework, x, shape, wanted, out)
     if 0 in shape:
         return _Request(wanted, None)
 
     notes = []
-    seen = arrays.view(shape, strides, axis)
-    copy = fused and seen is None
-    if not fused:
+    flaw = framework.flaw(x)
+    seen = None if flaw else layout.view(shape, strides, axis)
+    cast = given != wanted and not (given in HALF_TYPES and wanted == "float32")
+    copy = seen is None and not cast
+    if cast:
         notes.append(f"The input is cast from {given} to {wanted} first.")
-    elif copy:
-        notes.append(
-            f"The input is copied first: strides {strides} aren't outer x cols x inner with one stride each."
-        )
-    fresh = copy or not fused
-    if fresh or seen is None:
-        seen = arrays.contiguous_view(shape, axis)
+    elif given != wanted:
+        notes.append(f"The kernel itself turns {given} into {wanted}.")
+    if copy:
+        flaw = flaw or f"its strides {strides} aren't outer x cols x inner with one stride each"
+        notes.append(f"The input is copied first: {flaw}.")
+    if cast or seen is None:
+        seen = layout.contiguous_view(shape, axis)
+    into_temporary = out is not None and (
+        bool(framework.flaw(out)) or not layout.is_contiguous(*framework.geometry(out))
+    )
+    if into_temporary:
+        why = framework.flaw(out) or "it isn't contiguous"
+        notes.append(f"The result is written to a temporary array and copied to out: {why}.")
     kind, index = framework.device(x)
     on_device = kind != "cpu" and kind != "meta"
     problem = Problem(
         op,
         kind,
         index,
-        given if fused else wanted,
+        wanted if cast else given,
         wanted,
         seen.outer,
         seen.cols,
         seen.inner,
         seen.strides,
-        x_offset=framework.address(x) % 16 if on_device and not fresh else 0,
-        out_offset=framework.address(out) % 16 if on_device and out is not None else 0,
+        x_offset=framework.address(x) % 16 if on_device and not (cast or copy) else 0,
+        out_offset=framework.address(out) % 16 if on_device and out is not None and not into_temporary else 0,
     )
-    return _Request(wanted, problem, None if fused else wanted, copy, tuple(notes))
+    return _Request(wanted, problem, wanted if cast else None, copy, into_temporary, tuple(notes))
 
 
 def _check_dtypes(given: str, wanted: str, op: str) -> None:
+    castable = given == "bool" or "int" in given or "float" in given
+    if given not in ITEMSIZE and (wanted == given or not castable):
+        cure = "pass dtype= (for example dtype='float32') to cast it first"
+        if not castable:
+            cure = f"it takes {', '.join(ITEMSIZE)}, or with dtype= what can be cast to these"
+        raise TypeError(f"{op} has no meaning for the dtype {given}: {cure}")
     if wanted not in ITEMSIZE:
-        if wanted == given:
-            cure = (
-                "pass dtype= (for example dtype='float32') to cast it first"
-                if given == "bool" or "int" in given
-                else f"cast it to one of {', '.join(ITEMSIZE)}"
-            )
-            raise TypeError(f"{op} has no meaning for the dtype {given}: {cure}")
         raise TypeError(f"dtype must be one of {', '.join(ITEMSIZE)}, not {wanted}")
-    if given not in ITEMSIZE and not (given == "bool" or "int" in given):
-        raise TypeError(f"{op} can't cast the dtype {given}: cast it to one of {', '.join(ITEMSIZE)}")
+
+
+def _check_out(framework: Framework, x: Any, shape: tuple[int, ...], dtype: str, out: Any) -> None:
+    _check_kind(framework, out)
+    framework.check_out(out)
+    if framework.dtype(out) != dtype:
+        raise TypeError(f"out must have the dtype {dtype}, not {framework.dtype(out)}")
+    out_shape, out_strides = framework.geometry(out)
+    if out_shape != shape:
+        raise ValueError(f"out must have the input's shape {shape}, not {out_shape}")
+    if framework.device(out) != framework.device(x):
+        raise ValueError(f"out must be on the input's device {_place(framework, x)}, not {_place(framework, out)}")
+    if 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, out_strides, strict=True)):
+        raise ValueError("out has several elements in one place (it is expanded): it can't be filled")
+
+
+def _check_kind(framework: Framework, out: Any) -> None:
+    if arrays.framework_of(out, "out") is not framework:
+        kinds = "the same kind of array as the input, NumPy's, PyTorch's or CuPy's"
+        raise TypeError(f"out must be {kinds}, not {arrays.type_name(out)}")
+
+
+def _place(framework: Framework, x: Any) -> str:
+    kind, index = framework.device(x)
+    return kind if kind in ("cpu", "meta") else f"{kind}:{index}"
+
+
+def _overlap_guard(framework: Framework, x: Any, out: Any) -> Callable[[Any, Any], None]:
+    """A function that refuses arrays laid out as these two if they share memory without being the same."""
+    source, target = framework.footprint(x), framework.footprint(out)
+    nearest, farthest = source.low - target.high, source.high - target.low
+    alike = source == target
+    address = framework.address
+
+    def check(x: Any, out: Any) -> None:
+        start = address(x)
+        distance = address(out) - start
+        if (
+            nearest < distance < farthest
+            and not (alike and distance == 0)
+            and layout.overlap(source, start, target, start + distance)
+        ):
+            raise ValueError(
+                "out overlaps the input without being the input: part of it would be read after writing"
+            )
+
+    return check
 
 
 def _executor(
@@ -218,10 +300,10 @@ def _executor(
         if problem.device == "cuda":
             return framework.launcher(kernel, problem.index)
         return lambda x, out: arrays.run_on_host(kernel, problem, framework.host(x), framework.host(out))
+    target = dispatch.moved(problem, decision.through)
     if problem.device == "cpu":
-        return lambda x, out: arrays.run_through_device(kernel, framework.host(x), framework.host(out))
-
-    target = dispatch.moved(problem, "cpu")
+        launch = arrays.host_launcher(kernel, target.index)
+        return lambda x, out: launch(framework.host(x), framework.host(out))
 
     def run_on_host(x: Any, out: Any) -> None:
         values = framework.to_host(x)
@@ -244,7 +326,7 @@ def _bind(
     if request.problem is None:
         dispatch.requested(backend)  # a wrong name is an error for an empty array too
         return lambda x: framework.finish(framework.empty(framework.check(x), out_dtype), x)
-    decision, kernel = dispatch.resolve(request.problem, backend)
+    decision, kernel = dispatch.resolve(request.problem, backend, complete=False)
     execute = _executor(framework, decision, kernel, request.problem)
 
     def call(x: Any) -> Any:
@@ -259,17 +341,20 @@ def _bind(
 
 
 def _call_into(framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any, out: Any) -> Any:
-    if arrays.framework_of(out) is not framework:
-        raise TypeError(f"out must be the same kind of array as the input, not {type(out).__name__}")
+    _check_kind(framework, out)
     signatures = framework.key(x), framework.key(out)
     if None in signatures or type(dim) is not int:
         _bind_into(framework, op, x, dim, backend, dtype, out)(x, out)
         return out
     key = (op, dim, backend, dtype, dispatch.override.get(), *signatures)
-    fill = _fills.get(key)
-    if fill is None:
+    try:
+        fill = _fills.get(key)
+    except TypeError:
         fill = _bind_into(framework, op, x, dim, backend, dtype, out)
-        dispatch.remember(_fills, key, fill)
+    if fill is None:
+        generation = REGISTRY.generation
+        fill = _bind_into(framework, op, x, dim, backend, dtype, out)
+        dispatch.remember(_fills, key, fill, generation)
     fill(x, out)
     return out
 
@@ -278,43 +363,23 @@ def _bind_into(
     framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any, out: Any
 ) -> Callable[[Any, Any], None]:
     """What a call with these arguments comes to, as a function of the array and its output."""
-    framework.check_out(out)
-    given = framework.dtype(framework.check(x)) if dtype is None else arrays.dtype_name(dtype)
-    x_shape, x_strides = framework.geometry(framework.check(x))
-    out_shape, out_strides = framework.geometry(out)
-    if out_shape != x_shape:
-        raise ValueError(f"out must have the input's shape {x_shape}, not {out_shape}")
-    if framework.dtype(out) != given and given in ITEMSIZE:
-        raise TypeError(f"out must have the dtype {given}, not {framework.dtype(out)}")
-    if framework.device(out) != framework.device(x):
-        raise ValueError(f"out must be on the input's device {framework.device(x)}, not {framework.device(out)}")
-    if 0 not in out_shape and any(
-        size > 1 and stride == 0 for size, stride in zip(out_shape, out_strides, strict=True)
-    ):
-        raise ValueError("out has several elements in one place (it is expanded): it can't be filled")
-
-    filled_directly = arrays.is_contiguous(out_shape, out_strides)
-    request = _examine(framework, op, x, dim, dtype, out if filled_directly else None)
+    request = _examine(framework, op, x, dim, dtype, out)
     if request.problem is None:
         dispatch.requested(backend)
         return lambda x, out: None
-    decision, kernel = dispatch.resolve(request.problem, backend)
+    refuse_overlap = _overlap_guard(framework, x, out)
+    decision, kernel = dispatch.resolve(request.problem, backend, complete=False)
     execute = _executor(framework, decision, kernel, request.problem)
-    same_layout = x_strides == out_strides
 
     def fill(x: Any, out: Any) -> None:
-        if not (same_layout and framework.address(x) == framework.address(out)) and arrays.overlap(
-            framework, x, out
-        ):
-            raise ValueError(
-                "out overlaps the input without being the input: part of it would be read after writing"
-            )
+        refuse_overlap(x, out)
         prepared = request.prepare(framework, x)
-        if filled_directly:
-            execute(prepared, out)
-        else:
+        if request.into_temporary:
             temporary = framework.empty(prepared, request.out_dtype)
             execute(prepared, temporary)
             framework.copy_into(out, temporary)
+        else:
+            execute(prepared, out)
+        framework.wrote(out)
 
     return fill

@@ -7,88 +7,34 @@ can't exist, so none is ever imported here to find out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from .layout import Footprint
 from .problem import ITEMSIZE, Kernel, Problem
+from .registry import BackendError
 
 HALF_TYPES = ("float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class View:
-    """An array seen as ``outer x cols x inner``, strides in elements."""
-
-    outer: int
-    cols: int
-    inner: int
-    strides: tuple[int, int, int]
-
-
-def view(shape: Sequence[int], strides: Sequence[int], dim: int) -> View | None:
-    """See an array as outer x cols x inner around ``dim``, or None if one stride each can't describe it."""
-    outer = _merge(shape[:dim], strides[:dim])
-    inner = _merge(shape[dim + 1 :], strides[dim + 1 :])
-    if outer is None or inner is None:
-        return None
-    cols = shape[dim] if shape else 1
-    col_stride = strides[dim] if cols > 1 else inner[0] * inner[1]
-    return View(outer[0], cols, inner[0], (outer[1], col_stride, inner[1]))
-
-
-def contiguous_view(shape: Sequence[int], dim: int) -> View:
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 1, 0, -1):
-        strides[axis - 1] = strides[axis] * shape[axis]
-    found = view(shape, strides, dim)
-    assert found is not None
-    return found
-
-
-def _merge(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
-    """Adjacent axes as one (extent, stride), or None."""
-    extent, stride = 1, 1
-    for size, step in zip(reversed(shape), reversed(strides), strict=True):
-        if size == 1:
-            continue
-        if extent == 1:
-            extent, stride = size, step
-        elif step == stride * extent:
-            extent *= size
-        else:
-            return None
-    return extent, stride
-
-
-def normalize_dim(dim: Any, rank: int) -> int:
-    """``dim`` as an index from 0; a 0-d array counts as having one axis.
-
-    Raises:
-        TypeError: It isn't an integer.
-        IndexError: It is out of range; the message gives the range.
-    """
-    try:
-        index = dim.__index__()
-    except (AttributeError, TypeError):
-        raise TypeError(f"dim must be an integer, not {type(dim).__name__}") from None
-    axes = max(1, rank)
-    if not -axes <= index < axes:
-        raise IndexError(f"dim is out of range: expected {-axes} to {axes - 1} for a {rank}-d input, got {index}")
-    return int(index % axes)
 
 
 def run_on_host(kernel: Kernel, problem: Problem, x: np.ndarray, out: np.ndarray) -> None:
     """Run a kernel on host memory; ``out`` is contiguous, and both are seen in the layout of ``problem``."""
     shape = (problem.outer, problem.cols, problem.inner)
-    strides = tuple(s * x.itemsize for s in problem.strides)
-    if x.flags.c_contiguous and x.size == problem.rows * problem.cols:
-        seen = x.reshape(shape)
+    if x.flags.c_contiguous:
+        seen = read_only(x.reshape(shape))
     else:
-        seen = np.lib.stride_tricks.as_strided(x, shape, strides)
+        strides = tuple(s * x.itemsize for s in problem.strides)
+        seen = np.lib.stride_tricks.as_strided(x, shape, strides, writeable=False)
     kernel.run(seen, out.reshape(shape), 0, 0)
+
+
+def read_only(fresh: np.ndarray) -> np.ndarray:
+    """A view that nobody else has, made read-only: no kernel may write to the caller's input."""
+    fresh.setflags(write=False)
+    return fresh
 
 
 def storage_dtype(name: str) -> np.dtype[Any]:
@@ -96,64 +42,48 @@ def storage_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(np.uint16 if name == "bfloat16" else name)
 
 
-def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie one after another in C order; an axis of one element may have any stride."""
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+def host_launcher(kernel: Kernel, index: int) -> Callable[[np.ndarray, np.ndarray], None]:
+    """``run(x, out)`` for a kernel of the GPU of that ordinal and arrays in host memory.
+
+    Bytes over, bytes back, whatever dtype they spell; ``out`` is contiguous.
+
+    Raises:
+        BackendError: Nothing is installed that can copy them.
+    """
+    courier = find_courier()
+    launch = courier.launcher(kernel, index)
+
+    def run(x: np.ndarray, out: np.ndarray) -> None:
+        source = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        target = out.reshape(-1).view(np.uint8)
+        x_device, out_device = courier.device_bytes(source.size, index), courier.device_bytes(target.size, index)
+        courier.from_host(x_device, source)
+        launch(x_device, out_device)
+        target[:] = courier.to_host(out_device)
+
+    return run
 
 
-class _Footprint:
-    """Where an array's elements lie. NumPy only reasons about the addresses, so they may be a device's."""
+def find_courier() -> Framework:
+    """The framework that copies host arrays to the GPU and back.
 
-    def __init__(self, framework: Framework, x: Any) -> None:
-        shape, strides = framework.geometry(x)
-        size = ITEMSIZE.get(framework.dtype(x), 1)
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(shape),
-            "strides": tuple(s * size for s in strides),
-            "typestr": f"|V{size}",
-            "data": (framework.address(x), True),
-        }
-
-
-def overlap(framework: Framework, a: Any, b: Any) -> bool:
-    """Whether two arrays of one framework share any memory; in doubt, that they do."""
-    if framework.device(a) != framework.device(b):
-        return False
-    footprints = [np.asarray(_Footprint(framework, x)) for x in (a, b)]
-    try:
-        return np.shares_memory(*footprints, max_work=10_000)  # type: ignore[arg-type, misc]  # stub: -1 and 0
-    except np.exceptions.TooHardError:
-        return True
-
-
-def run_through_device(kernel: Kernel, x: np.ndarray, out: np.ndarray) -> None:
-    """Run a device's kernel on host memory: bytes over, bytes back, whatever dtype they spell."""
-    source = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    target = out.reshape(-1).view(np.uint8)
-    try:
+    Raises:
+        BackendError: There is none that can; says what to install.
+    """
+    with suppress(Exception):  # absent, or not the one for this driver, which CuPy reports in many ways
         import cupy
-    except ImportError:
+
+        cupy.cuda.runtime.getDeviceCount()
+        return _once("cupy", lambda: CuPy(cupy))
+    with suppress(Exception):
         import torch
 
-        x_device = torch.from_numpy(source).cuda()
-        out_device = torch.empty(target.size, dtype=torch.uint8, device=x_device.device)
-        scratch = torch.empty(kernel.scratch, dtype=torch.uint8, device=x_device.device)
-        stream = torch.cuda.current_stream().cuda_stream
-        kernel.run(x_device.data_ptr(), out_device.data_ptr(), stream, scratch.data_ptr())
-        target[:] = out_device.cpu().numpy()
-    else:
-        x_device = cupy.asarray(source)
-        out_device = cupy.empty(target.size, dtype=np.uint8)
-        scratch = cupy.empty(kernel.scratch, dtype=np.uint8)
-        stream = cupy.cuda.get_current_stream().ptr
-        kernel.run(x_device.data.ptr, out_device.data.ptr, stream, scratch.data.ptr)
-        target[:] = cupy.asnumpy(out_device)
+        if torch.cuda.is_available():
+            return _once("torch", lambda: Torch(torch))
+    raise BackendError(
+        "a host array is copied to the GPU and back with CuPy or a CUDA build of PyTorch, and neither works here: "
+        "pip install 'minikernel[cuda12]', or [cuda13] for a driver of CUDA 13, or [torch]"
+    )
 
 
 class Framework:
@@ -162,7 +92,7 @@ class Framework:
     name: str
 
     def check(self, x: Any) -> Any:
-        """``x``, or an equal plain array where the library can't read ``x`` itself.
+        """``x`` as the framework's plain array, its values where they were.
 
         Raises:
             TypeError: There is no path for this kind of array; says why.
@@ -170,8 +100,15 @@ class Framework:
         """
         return x
 
+    def flaw(self, x: Any) -> str:
+        """Why no kernel can read a checked ``x`` where it lies, whatever its axes, or ``""``."""
+        return ""
+
     def geometry(self, x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape, and strides in elements."""
+        """Shape, and strides in elements; the strides mean nothing if ``x`` has a flaw."""
+        raise NotImplementedError
+
+    def footprint(self, x: Any) -> Footprint:
         raise NotImplementedError
 
     def dtype(self, x: Any) -> str:
@@ -186,9 +123,11 @@ class Framework:
         raise NotImplementedError
 
     def cast(self, x: Any, dtype: str) -> Any:
+        """A contiguous copy in another dtype."""
         raise NotImplementedError
 
     def contiguous(self, x: Any) -> Any:
+        """A contiguous copy without flaws."""
         raise NotImplementedError
 
     def empty(self, x: Any, dtype: str) -> Any:
@@ -210,6 +149,10 @@ class Framework:
         """Copy what :meth:`to_host` would give into a contiguous device array."""
         raise NotImplementedError
 
+    def device_bytes(self, size: int, index: int) -> Any:
+        """A new array of so many bytes on the device of that ordinal."""
+        raise NotImplementedError
+
     def launcher(self, kernel: Kernel, index: int) -> Callable[[Any, Any], None]:
         """``run(x, out)`` on the current stream of the device of that ordinal."""
         raise NotImplementedError
@@ -219,7 +162,10 @@ class Framework:
         return y
 
     def check_out(self, out: Any) -> None:
-        """Raise a ValueError if ``out`` can't be written."""
+        """Raise a TypeError or ValueError if ``out`` can't be written."""
+
+    def wrote(self, out: Any) -> None:
+        """Tell the framework that a kernel has filled one of its arrays."""
 
     def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
         """A shorter way to call a kernel for arrays with the key of ``x``, where there is one."""
@@ -243,18 +189,23 @@ class NumPy(Framework):
     def check(self, x: Any) -> np.ndarray:
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError("a masked array has no path here: its mask would be ignored; fill it with -inf first")
-        x = np.asarray(x)
+        return np.asarray(x)
+
+    def flaw(self, x: Any) -> str:
         if not x.dtype.isnative:
-            x = x.astype(x.dtype.newbyteorder("="))
-        if not x.flags.aligned or any(s % x.itemsize for s in x.strides):
-            x = x.copy()
-        return x
+            return "its byte order isn't this machine's"
+        if not x.flags.aligned:
+            return f"its {x.itemsize}-byte elements aren't aligned in memory"
+        return _odd_strides(x)
 
     def geometry(self, x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return x.shape, tuple(s // x.itemsize for s in x.strides)
 
+    def footprint(self, x: Any) -> Footprint:
+        return Footprint.of(x.shape, x.strides, x.itemsize)
+
     def dtype(self, x: Any) -> str:
-        return str(x.dtype.name)
+        return _plain_name(x.dtype)
 
     def device(self, x: Any) -> tuple[str, int]:
         return "cpu", 0
@@ -263,10 +214,10 @@ class NumPy(Framework):
         return int(x.__array_interface__["data"][0])
 
     def cast(self, x: Any, dtype: str) -> Any:
-        return x.astype(numpy_dtype(dtype))
+        return x.astype(numpy_dtype(dtype), order="C")
 
     def contiguous(self, x: Any) -> Any:
-        return np.ascontiguousarray(x)
+        return x.astype(x.dtype.newbyteorder("="), order="C")
 
     def empty(self, x: Any, dtype: str) -> Any:
         return np.empty(x.shape, x.dtype if x.dtype.name == dtype else numpy_dtype(dtype))
@@ -275,14 +226,16 @@ class NumPy(Framework):
         out[...] = y
 
     def host(self, x: Any) -> np.ndarray:
+        x = np.asarray(x)
         return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
 
     def check_out(self, out: Any) -> None:
+        self.check(out)
         if not isinstance(out, np.ndarray) or not out.flags.writeable or not out.dtype.isnative:
             raise ValueError("out must be a writable NumPy array in native byte order")
 
     def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
-        if type(x) is not np.ndarray or self.check(x) is not x or not x.flags.c_contiguous:
+        if type(x) is not np.ndarray or not x.flags.c_contiguous:
             return None
         if x.dtype.name == "bfloat16" or problem.out_dtype == "bfloat16":
             return None
@@ -291,13 +244,20 @@ class NumPy(Framework):
 
         def call(x: Any) -> Any:
             out = empty(shape, dtype)
-            run(x.reshape(seen), out.reshape(seen), 0, 0)
+            run(read_only(x.reshape(seen)), out.reshape(seen), 0, 0)
             return out
 
         return call
 
     def key(self, x: Any) -> tuple[Any, ...] | None:
-        return type(x), x.dtype, x.shape, x.strides, x.flags.aligned
+        # Not the type itself: remembering it would keep a user's subclass alive.
+        return type(x) is np.ndarray, x.dtype, x.shape, x.strides, x.flags.aligned
+
+
+def _odd_strides(x: Any) -> str:
+    if x.itemsize and any(stride % x.itemsize for stride in x.strides):
+        return f"its strides {x.strides} aren't multiples of its {x.itemsize}-byte elements"
+    return ""
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -320,17 +280,33 @@ class DLPack(NumPy):
         kind, _ = x.__dlpack_device__()
         if int(kind) != 1:
             raise TypeError(
-                f"{_type_name(x)} is not in host memory (DLPack device type {int(kind)}): on a device there is a "
+                f"{type_name(x)} is not in host memory (DLPack device type {int(kind)}): on a device there is a "
                 "path for PyTorch tensors and CuPy arrays; see torch.from_dlpack and cupy.from_dlpack"
             )
         try:
-            array = np.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError):  # NumPy's DLPack has no bfloat16
-            array = np.asarray(x)
-        return super().check(array)
+            return np.from_dlpack(x)
+        except Exception as error:  # NumPy's DLPack has no bfloat16, and before NumPy 2.1 nothing read-only
+            try:
+                return self._import_otherwise(x)
+            except Exception:
+                raise TypeError(
+                    f"{type_name(x)} can't be read through DLPack: {error} "
+                    "(NumPy reads no bfloat16 through it; PyTorch does, if it and ml_dtypes are imported)"
+                ) from error
+
+    def _import_otherwise(self, x: Any) -> np.ndarray:
+        if hasattr(x, "__array__"):
+            return np.asarray(x)
+        torch = sys.modules["torch"]
+        border = _once("torch", lambda: Torch(torch))
+        tensor = torch.from_dlpack(x)
+        return border.host(tensor).view(numpy_dtype(border.dtype(tensor)))
 
     def key(self, x: Any) -> None:
         return None  # nothing of the array can be read without importing it
+
+    def check_out(self, out: Any) -> None:
+        raise TypeError(f"out= works for NumPy, PyTorch and CuPy arrays, not {type_name(out)}")
 
     def finish(self, y: Any, like: Any) -> Any:
         namespace: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
@@ -338,7 +314,12 @@ class DLPack(NumPy):
             namespace = sys.modules.get(type(like).__module__.partition(".")[0])
         if not hasattr(namespace, "from_dlpack"):
             return y
-        return namespace.from_dlpack(y) if y.dtype.kind == "f" else namespace.asarray(y)
+        if y.dtype.kind == "f":
+            return namespace.from_dlpack(y)
+        if hasattr(namespace, "asarray"):
+            return namespace.asarray(y)
+        torch = sys.modules["torch"]  # which read the input
+        return namespace.from_dlpack(torch.from_numpy(y.view(np.int16)).view(torch.bfloat16))
 
 
 def _no_cuda(*arguments: Any) -> int:
@@ -366,16 +347,19 @@ class Torch(Framework):
         torch = self.torch
         if self.is_wrapped(x):
             raise NotImplementedError("there are no gradients or batching rules yet: call it outside torch.func")
+        if x.is_nested:
+            raise TypeError(
+                "a nested tensor has no path here: pass a dense one (torch.nested.to_padded_tensor(x, -torch.inf))"
+            )
         if type(x) not in self.plain_types:
             raise TypeError(
-                f"{_type_name(x)} is a subclass of torch.Tensor with rules of its own, which a kernel would "
+                f"{type_name(x)} is a subclass of torch.Tensor with rules of its own, which a kernel would "
                 "bypass; pass a plain tensor"
             )
-        if x.is_nested or x.is_quantized or x.layout != torch.strided:
-            kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
-            raise TypeError(
-                f"a {kind} tensor has no path here: pass a dense one (x.to_dense(), x.dequantize(), ...)"
-            )
+        if x.is_quantized:
+            raise TypeError("a quantized tensor has no path here: pass a dense one (x.dequantize())")
+        if x.layout != torch.strided:
+            raise TypeError(f"a {x.layout} tensor has no path here: pass a dense one (x.to_dense())")
         if self.dispatch_modes() and type(torch.empty_like(x)) is not torch.Tensor:
             raise NotImplementedError(
                 "under this TorchDispatchMode tensors aren't real: there is nothing to compute"
@@ -386,11 +370,17 @@ class Torch(Framework):
             )
         if self.forward_ad._current_level >= 0 and self.forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError("the input carries a forward-mode tangent, which would be lost")
-        x = x.detach()
-        return x.resolve_neg() if x.is_neg() else x
+        return x.detach()
+
+    def flaw(self, x: Any) -> str:
+        return "PyTorch negates it lazily (x.is_neg())" if x.is_neg() else ""
 
     def geometry(self, x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(x.shape), x.stride()
+
+    def footprint(self, x: Any) -> Footprint:
+        size = x.element_size()
+        return Footprint.of(x.shape, [s * size for s in x.stride()], size)
 
     def dtype(self, x: Any) -> str:
         return str(x.dtype).removeprefix("torch.")
@@ -405,10 +395,10 @@ class Torch(Framework):
         return int(x.data_ptr())
 
     def cast(self, x: Any, dtype: str) -> Any:
-        return x.to(self.dtypes[dtype])
+        return x.to(self.dtypes[dtype], memory_format=self.torch.contiguous_format)
 
     def contiguous(self, x: Any) -> Any:
-        return x.contiguous()
+        return x.resolve_neg().contiguous()
 
     def empty(self, x: Any, dtype: str) -> Any:
         return self.torch.empty(x.shape, dtype=self.dtypes[dtype], device=x.device)
@@ -417,6 +407,7 @@ class Torch(Framework):
         out.copy_(y)
 
     def host(self, x: Any) -> np.ndarray:
+        x = x.detach()
         if x.dtype == self.torch.bfloat16:
             return x.view(self.torch.int16).numpy().view(np.uint16)
         return x.numpy()
@@ -428,7 +419,11 @@ class Torch(Framework):
         if out.dtype == self.torch.bfloat16:
             out = out.view(self.torch.int16)
             values = values.view(np.int16)
-        out.copy_(self.torch.from_numpy(values))
+        # PyTorch has no read-only tensors, and warns of them.
+        out.copy_(self.torch.from_numpy(values if values.flags.writeable else values.copy()))
+
+    def device_bytes(self, size: int, index: int) -> Any:
+        return self.torch.empty(size, dtype=self.torch.uint8, device=f"cuda:{index}")
 
     def check_out(self, out: Any) -> None:
         if out.requires_grad and self.torch.is_grad_enabled():
@@ -436,6 +431,11 @@ class Torch(Framework):
         self.check(out)
         if out.is_neg():
             raise ValueError("out has PyTorch's lazy negation set: pass a plain tensor")
+
+    def wrote(self, out: Any) -> None:
+        # Otherwise backward would use what the kernel overwrote, in silence.
+        if not out.is_inference():
+            self.torch.autograd.graph.increment_version(out)
 
     def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
         if problem.device != "cuda" or kernel.scratch:
@@ -502,14 +502,17 @@ class CuPy(Framework):
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
 
-    def check(self, x: Any) -> Any:
-        return x if all(s % x.itemsize == 0 for s in x.strides) else x.copy()
+    def flaw(self, x: Any) -> str:
+        return _odd_strides(x)
 
     def geometry(self, x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return x.shape, tuple(s // x.itemsize for s in x.strides)
 
+    def footprint(self, x: Any) -> Footprint:
+        return Footprint.of(x.shape, x.strides, x.itemsize)
+
     def dtype(self, x: Any) -> str:
-        return str(x.dtype.name)
+        return _plain_name(x.dtype)
 
     def device(self, x: Any) -> tuple[str, int]:
         return ("rocm" if self.cupy.cuda.runtime.is_hip else "cuda"), x.device.id
@@ -519,11 +522,11 @@ class CuPy(Framework):
 
     def cast(self, x: Any, dtype: str) -> Any:
         with x.device:
-            return x.astype(numpy_dtype(dtype))
+            return x.astype(numpy_dtype(dtype), order="C")
 
     def contiguous(self, x: Any) -> Any:
         with x.device:
-            return self.cupy.ascontiguousarray(x)
+            return x.copy(order="C")
 
     def empty(self, x: Any, dtype: str) -> Any:
         with x.device:
@@ -534,12 +537,17 @@ class CuPy(Framework):
             out[...] = y
 
     def to_host(self, x: Any) -> np.ndarray:
-        values = self.cupy.asnumpy(x)
+        with x.device:
+            values = self.cupy.asnumpy(x)
         return values.view(np.uint16) if values.dtype.name == "bfloat16" else values
 
     def from_host(self, out: Any, values: np.ndarray) -> None:
         with out.device:
             out.set(values.view(out.dtype))
+
+    def device_bytes(self, size: int, index: int) -> Any:
+        with self.cupy.cuda.Device(index):
+            return self.cupy.empty(size, np.uint8)
 
     def launcher(self, kernel: Kernel, index: int) -> Callable[[Any, Any], None]:
         cupy = self.cupy
@@ -556,39 +564,52 @@ class CuPy(Framework):
         return x.dtype, x.shape, x.strides, x.device.id, x.data.ptr & 15
 
 
-def _type_name(x: Any) -> str:
-    return f"{type(x).__module__}.{type(x).__qualname__}"
+def type_name(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
 
 
 _frameworks: dict[str, Framework] = {}
 _by_type: dict[type, Framework] = {}
 
 
-def framework_of(x: Any) -> Framework:
+def framework_of(x: Any, role: str = "x") -> Framework:
     """The framework that an array belongs to.
 
     Raises:
-        TypeError: It isn't an array of any kind that has a path here.
+        TypeError: It isn't an array of any kind that has a path here; says so of ``role``.
     """
     found = _by_type.get(type(x))
     if found is None:
-        found = _by_type[type(x)] = _find(x)
+        found = _find(x, role)
+        # A framework's own types are there for good; others may come and go, and remembering would keep them.
+        if type(x).__module__.partition(".")[0] == found.name:
+            _by_type[type(x)] = found
     return found
 
 
-def _find(x: Any) -> Framework:
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return _once("torch", lambda: Torch(torch))
-    if cupy is not None and isinstance(x, cupy.ndarray):
-        return _once("cupy", lambda: CuPy(cupy))
+def _find(x: Any, role: str) -> Framework:
     if isinstance(x, np.ndarray | np.generic):
         return _once("numpy", NumPy)
+    # Another package may be in the middle of importing one of these two.
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if isinstance(x, getattr(torch, "Tensor", ())):
+        return _once("torch", lambda: Torch(torch))
+    if isinstance(x, getattr(cupy, "ndarray", ())):
+        return _once("cupy", lambda: CuPy(cupy))
+    if any(kind.__name__ == "Tracer" and kind.__module__.startswith("jax.") for kind in type(x).__mro__):
+        raise TypeError(
+            f"{role} is a JAX tracer, which has no values yet: call it outside jax.jit, jax.grad and so on"
+        )
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _once("dlpack", DLPack)
+    cure = ""
+    if hasattr(x, "__dlpack__"):
+        cure = ": it has __dlpack__ but not __dlpack_device__, which DLPack needs too"
+    elif isinstance(x, list | tuple | int | float):
+        cure = ": np.asarray makes an array of it"
     raise TypeError(
-        f"softmax takes a NumPy array, a PyTorch tensor, a CuPy array or another array with __dlpack__, "
-        f"not {_type_name(x)}"
+        f"{role} must be a NumPy array, a PyTorch tensor, a CuPy array or another array with __dlpack__, "
+        f"not {type_name(x)}{cure}"
     )
 
 
@@ -602,18 +623,21 @@ def dtype_name(dtype: Any) -> str:
     Raises:
         TypeError: It isn't a dtype.
     """
-    text = str(dtype)
-    if text.startswith("torch."):
-        return text.removeprefix("torch.")
-    if isinstance(dtype, str) and (dtype in ITEMSIZE or dtype.removeprefix("torch.") in ITEMSIZE):
-        return dtype.removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
+    if name in ITEMSIZE or name != str(dtype):
+        return name
     if isinstance(dtype, str) and dtype in ("half", "float", "double"):
         # PyTorch and NumPy disagree on what "float" is.
         return {"half": "float16", "double": "float64"}.get(dtype) or _ambiguous(dtype)
     try:
-        return str(np.dtype(dtype).name)
-    except TypeError:
+        return _plain_name(np.dtype(dtype))
+    except (TypeError, ValueError):
         raise TypeError(f"dtype={dtype!r} is not a dtype") from None
+
+
+def _plain_name(dtype: Any) -> str:
+    """The name of a NumPy dtype without the size of a string, which comes in bits; bfloat16's kind is V."""
+    return str(dtype.type.__name__.rstrip("_") if dtype.kind in "SUTV" else dtype.name)
 
 
 def _ambiguous(dtype: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +22,30 @@ _INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 _CAPTURE_RELAXED = 2
+# Device attributes.
+_MULTIPROCESSOR_COUNT = 16
+_L2_CACHE_SIZE = 38
+_COMPUTE_CAPABILITY_MAJOR = 75
+_COMPUTE_CAPABILITY_MINOR = 76
+_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR = 81
+_COOPERATIVE_LAUNCH = 95
+_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
+# Launch attributes.
+_COOPERATIVE = 2
+_CLUSTER_DIMENSION = 4
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+# Older drivers can't capture a programmatic dependent launch in a CUDA graph.
+_OVERLAP_SINCE = 12030
 # A block gets 48 KiB of shared memory without opting in; a kernel's static variables count too, up to 8 KiB here.
 _SURE_SHARED_BYTES = 40 * 1024
 
 
 class CudaError(RuntimeError):
     """The driver refused a call; the message has the driver's name for the error."""
+
+
+class DoesNotFit(CudaError):
+    """The device can't run all the blocks at once that the launch needs at once."""
 
 
 @cache
@@ -59,6 +78,8 @@ class Device:
         shared_per_block: Most shared memory that one block can opt in to, in bytes.
         shared_per_sm: Shared memory of a multiprocessor, in bytes.
         l2_bytes: Size of the L2 cache, in bytes.
+        max_cluster: Most blocks that a cluster may have; 1 where there are no clusters.
+        cooperative: Whether all blocks of a grid can be made to run at once.
     """
 
     capability: int
@@ -66,6 +87,8 @@ class Device:
     shared_per_block: int
     shared_per_sm: int
     l2_bytes: int
+    max_cluster: int = 16
+    cooperative: bool = True
 
 
 @cache
@@ -81,13 +104,24 @@ def device(index: int) -> Device:
         _check(cuda.cuDeviceGetAttribute(ctypes.byref(value), number, handle), f"describe device {index}")
         return value.value
 
+    capability = attribute(_COMPUTE_CAPABILITY_MAJOR) * 10 + attribute(_COMPUTE_CAPABILITY_MINOR)
     return Device(
-        capability=attribute(75) * 10 + attribute(76),
-        sm_count=attribute(16),
-        shared_per_block=attribute(97),
-        shared_per_sm=attribute(81),
-        l2_bytes=attribute(38),
+        capability=capability,
+        sm_count=attribute(_MULTIPROCESSOR_COUNT),
+        shared_per_block=attribute(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+        shared_per_sm=attribute(_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR),
+        l2_bytes=attribute(_L2_CACHE_SIZE),
+        max_cluster=16 if capability >= 90 else 1,
+        cooperative=bool(attribute(_COOPERATIVE_LAUNCH)),
     )
+
+
+@cache
+def _version() -> int:
+    """The newest CUDA version that the driver supports, as major * 1000 + minor * 10."""
+    found = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(found)), "give its version")
+    return found.value
 
 
 def count() -> int:
@@ -171,32 +205,49 @@ class Launch:
     def attributes(self) -> list[tuple[int, Any]]:
         found: list[tuple[int, Any]] = []
         if self.cooperative:
-            found.append((2, 1))
+            found.append((_COOPERATIVE, 1))
         if self.cluster > 1:
-            found.append((4, _ClusterShape(self.cluster, 1, 1)))
-        if self.overlap:
-            found.append((6, 1))
+            found.append((_CLUSTER_DIMENSION, _ClusterShape(self.cluster, 1, 1)))
+        if self.overlap and _version() >= _OVERLAP_SINCE:
+            found.append((_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
         return found
 
 
 _opted_in: dict[int, int] = {}
+_lock = threading.Lock()
 
 
 def _opt_in(function: int, launch: Launch) -> None:
     """Allow a function what the launch needs beyond what every GPU grants, for as long as it lives."""
     cuda, handle = _driver(), ctypes.c_void_p(function)
     # One function serves many lengths: a shorter row must not take back what a longer one was granted.
-    if launch.shared > max(_SURE_SHARED_BYTES, _opted_in.get(function, 0)):
-        _check(
-            cuda.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared),
-            f"give a block {launch.shared} bytes of shared memory",
-        )
-        _opted_in[function] = launch.shared
+    with _lock:
+        if launch.shared > max(_SURE_SHARED_BYTES, _opted_in.get(function, 0)):
+            _check(
+                cuda.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared),
+                f"give a block {launch.shared} bytes of shared memory",
+            )
+            _opted_in[function] = launch.shared
     if launch.cluster > 8:
         _check(
             cuda.cuFuncSetAttribute(handle, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
             f"allow clusters of {launch.cluster} blocks",
         )
+
+
+def _check_fit(function: int, launch: Launch, index: int, config: _Config) -> None:
+    """Raise DoesNotFit unless blocks that wait for one another can all run at once."""
+    cuda, handle, found = _driver(), ctypes.c_void_p(function), ctypes.c_int()
+    if launch.cluster > 1:
+        code = cuda.cuOccupancyMaxActiveClusters(ctypes.byref(found), handle, ctypes.byref(config))
+        if code or not found.value:
+            raise DoesNotFit(f"device {index} can't run a cluster of {launch.cluster} such blocks")
+    if launch.cooperative:
+        code = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            ctypes.byref(found), handle, launch.block, ctypes.c_size_t(launch.shared)
+        )
+        if code or found.value * device(index).sm_count < launch.grid:
+            raise DoesNotFit(f"device {index} can't run {launch.grid} such blocks at once")
 
 
 def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) -> Kernel:
@@ -249,6 +300,9 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
 
     # Launches in progress may not share memory: another thread can run while the driver reads it.
     idle = [new_frame()]
+    with setting_up(index):
+        _opt_in(function, launch)
+        _check_fit(function, launch, index, idle[0][0])
     launch_kernel = cuda.cuLaunchKernelEx
 
     def run(x: int, out: int, stream: int, scratch: int) -> None:
@@ -262,13 +316,12 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
         slots[2] = scratch
         config.stream = stream
         code = launch_kernel(config_at, function, params_at, None)
+        if code == _INVALID_CONTEXT:  # this thread's first act on the GPU
+            bind_primary_context(index)
+            code = launch_kernel(config_at, function, params_at, None)
         idle.append(frame)
         if code:
-            if code == _INVALID_CONTEXT:
-                bind_primary_context(index)
-                run(x, out, stream, scratch)
-            else:
-                _check(code, f"launch {launch}")
+            _check(code, f"launch {launch}")
 
     return Kernel(run, launch.scratch)
 
@@ -280,13 +333,13 @@ def setting_up(index: int) -> Iterator[None]:
     before, mode = ctypes.c_void_p(), ctypes.c_int(_CAPTURE_RELAXED)
     _check(cuda.cuInit(0), "initialize")
     _check(cuda.cuCtxGetCurrent(ctypes.byref(before)), "read the current context")
-    bind_primary_context(index)
     _check(cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "set the capture mode")
     try:
+        bind_primary_context(index)
         yield
     finally:
-        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         cuda.cuCtxSetCurrent(before)
+        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def load(image: bytes, name: str, index: int) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 
 from .problem import DTYPES, OPS, Kernel, Problem
 
@@ -25,7 +25,7 @@ _BUILTIN_MODULES = (
 
 
 class BackendError(RuntimeError):
-    """No backend can take the input; the message lists every backend with its reasons."""
+    """No backend can take the input, or the one that should failed; the message names each with its reasons."""
 
 
 class BackendUnavailable(RuntimeError):
@@ -48,7 +48,7 @@ class Requirement:
         """Whether the package can be found; it is not imported."""
         try:
             return importlib.util.find_spec(self.module) is not None
-        except (ImportError, ValueError):
+        except Exception:  # looking for a.b imports a, which may raise anything
             return False
 
 
@@ -82,7 +82,7 @@ class Backend:
     """
 
     name: str
-    rank: int
+    rank: float
     devices: tuple[str, ...]
     dtypes: tuple[str, ...]
     prepare: Callable[[Problem], Kernel]
@@ -93,33 +93,56 @@ class Backend:
     reasons: Callable[[Problem], list[str]] = _no_reasons
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"a backend's name is a string; got {self.name!r}")
         if not self.name or self.name != self.name.lower() or self.name == "auto":
             raise ValueError(f"a backend's name is lower case, not empty and not 'auto'; got {self.name!r}")
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int | float) or self.rank != self.rank:
+            raise TypeError(f"{self.name}: rank must be a number; got {self.rank!r}")
         for attribute, known in (("devices", ("cpu", "cuda")), ("dtypes", DTYPES), ("ops", OPS)):
             given = getattr(self, attribute)
-            if isinstance(given, str) or not given:
+            if not isinstance(given, tuple | list) or not given:
                 raise ValueError(f"{self.name}: {attribute} is a non-empty tuple of names; got {given!r}")
             if unknown := [value for value in given if value not in known]:
                 raise ValueError(f"{self.name}: unknown {attribute} {unknown}; known are {list(known)}")
+        needed = self.requires
+        if not isinstance(needed, tuple | list) or not all(isinstance(r, Requirement) for r in needed):
+            raise TypeError(f"{self.name}: requires must be a tuple of minikernel.Requirement; got {needed!r}")
+        if not isinstance(self.limits, Mapping):
+            raise TypeError(f"{self.name}: limits must be a mapping, name -> sentence; got {self.limits!r}")
         for attribute in ("prepare", "obstacles", "reasons"):
             if not callable(getattr(self, attribute)):
                 raise TypeError(f"{self.name}: {attribute} must be callable")
 
-    def missing(self) -> list[str]:
-        """Why it can't run on this machine; empty if it can."""
-        absent = [f"{r.module} is not installed ({r.cure})" for r in self.requires if not r.is_installed()]
-        return absent or self.obstacles()
-
-    def rejects(self, problem: Problem) -> list[str]:
-        """Why its declaration rules out this problem, on any machine; empty if it doesn't."""
+    def rules_out(self, problem: Problem) -> list[str]:
+        """Why its declaration rules out this problem, on any machine; asks and probes nothing."""
         found = []
         if problem.device not in self.devices:
-            found.append(f"it works on {' and '.join(self.devices)} memory; the input is on {problem.device}")
+            wanted = " or ".join(self.devices)
+            found.append(f"it needs an array in {wanted} memory; the input is in {problem.device} memory")
         if problem.dtype not in self.dtypes:
             found.append(f"it takes {', '.join(self.dtypes)}; the input is {problem.dtype}")
         if problem.op not in self.ops:
             found.append(f"it has {', '.join(self.ops)}, not {problem.op}")
-        return found or self.reasons(problem)
+        return found
+
+    def missing(self) -> list[str]:
+        """Why it can't run on this machine; empty if it can."""
+        absent = [f"{r.module} is not installed ({r.cure})" for r in self.requires if not r.is_installed()]
+        return absent or _sentences("obstacles", self.obstacles)
+
+    def declines(self, problem: Problem) -> list[str]:
+        """Why it can't take this problem where all that it needs is there; empty if it can."""
+        return _sentences("reasons", self.reasons, problem)
+
+
+def _sentences(predicate: str, ask: Callable[..., Iterable[str]], *arguments: Problem) -> list[str]:
+    """What a predicate says; one that raises speaks against its own backend and stops nothing else."""
+    try:
+        said = ask(*arguments)
+        return [said] if isinstance(said, str) else [str(sentence) for sentence in said]
+    except Exception as error:
+        return [f"its {predicate}() raised {type(error).__name__}: {error}"]
 
 
 @dataclass(frozen=True)
@@ -139,19 +162,24 @@ class BackendInfo:
     devices: tuple[str, ...]
     dtypes: tuple[str, ...]
     ops: tuple[str, ...]
-    rank: int
+    rank: float
     limits: Mapping[str, str]
 
 
 class Registry:
-    """Backends by name. Built-ins and entry points are loaded when someone first asks."""
+    """Backends by name. Built-ins and entry points are loaded when someone first asks.
+
+    Every mapping here is replaced, never changed, so that who reads one needs no lock.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._backends: dict[str, Backend] = {}
-        self._builtin: set[str] = set()
+        self._backends: dict[str, Backend] = {}  # best first
+        self._builtin: frozenset[str] = frozenset()
         self._broken: dict[str, str] = {}
-        self._unavailable: dict[tuple[str, int], str] = {}
+        self._unavailable: dict[tuple[Backend, int], str] = {}
+        self._missing: dict[Backend, list[str]] = {}
+        self._generation = 0
         self._loaded = self._loading = False
         self._listeners: list[Callable[[], None]] = []
 
@@ -160,111 +188,160 @@ class Registry:
         self._listeners.append(listener)
 
     def _changed(self) -> None:
+        with self._lock:
+            self._generation += 1
+            self._missing = {}
         for listener in self._listeners:
             listener()
+
+    @property
+    def generation(self) -> int:
+        """How many changes there were: what was chosen before one must not be remembered after it."""
+        self._load()
+        return self._generation
 
     def _load(self) -> None:
         if self._loaded:
             return
         with self._lock:
-            if self._loaded or self._loading:  # loading: a plug-in that registers something as it is imported
+            if self._loaded or self._loading:  # loading: a plug-in that uses the library as it is imported
                 return
             self._loading = True
-            for module in _BUILTIN_MODULES:
-                backend = import_module(module).BACKEND
-                self._backends[backend.name] = backend
-                self._builtin.add(backend.name)
-            for point in entry_points(group=ENTRY_POINT_GROUP):
-                self._load_entry_point(point)
-            self._loaded = True
+            try:
+                builtin = [import_module(module).BACKEND for module in _BUILTIN_MODULES]
+                self._builtin = frozenset(backend.name for backend in builtin)
+                self._publish({**self._backends, **{backend.name: backend for backend in builtin}})
+                self._load_entry_points()
+                self._loaded = True
+            finally:
+                self._loading = False
+        self._changed()
 
-    def _load_entry_point(self, point: EntryPoint) -> None:
-        try:
-            loaded = point.load()
-            backend = loaded if isinstance(loaded, Backend) else loaded()
-            self._add(backend, replace=False)
-        except Exception as error:  # another package's fault must not stop this one
-            self._broken[point.name] = (
-                f"its entry point {point.value!r} failed to load: {type(error).__name__}: {error}"
-            )
+    def _load_entry_points(self) -> None:
+        found: dict[str, Backend] = {}
+        broken: dict[str, str] = {}
+        for point in entry_points(group=ENTRY_POINT_GROUP):
+            try:
+                loaded = point.load()
+                backend = loaded if isinstance(loaded, Backend) else loaded()
+                self._check_new(backend, {**self._backends, **found})
+                found[backend.name] = backend
+            except Exception as error:  # another package's fault must not stop this one
+                broken[point.name] = (
+                    f"its entry point {point.value!r} failed to load: {type(error).__name__}: {error}"
+                )
+        self._publish({**self._backends, **found})
+        self._broken = {name: why for name, why in broken.items() if name not in self._backends}
 
-    def _add(self, backend: Backend, *, replace: bool) -> None:
+    def _check_new(self, backend: Backend, taken: Mapping[str, Backend]) -> None:
         if not isinstance(backend, Backend):
             raise TypeError(f"a backend is a minikernel.Backend; got {type(backend).__name__}")
         if backend.name in self._builtin:
             raise ValueError(f"{backend.name!r} is a built-in backend and can't be replaced")
-        if backend.name in self._backends and not replace:
+        if backend.name in taken:
             raise ValueError(f"a backend named {backend.name!r} is registered already; pass replace=True")
-        self._backends[backend.name] = backend
-        self._broken.pop(backend.name, None)
+
+    def _publish(self, backends: Mapping[str, Backend]) -> None:
+        self._backends = dict(sorted(backends.items(), key=lambda item: (item[1].rank, item[0])))
+
+    def _without(self, name: str) -> dict[str, Backend]:
+        """The other backends; what was found out about this one is forgotten."""
+        self._unavailable = {key: why for key, why in self._unavailable.items() if key[0].name != name}
+        return {other: backend for other, backend in self._backends.items() if other != name}
 
     def register(self, backend: Backend, *, replace: bool = False) -> None:
         self._load()
         with self._lock:
-            self._add(backend, replace=replace)
-            _missing.cache_clear()
+            self._check_new(backend, {} if replace else self._backends)
+            self._publish({**self._without(backend.name), backend.name: backend})
+            self._broken = {name: why for name, why in self._broken.items() if name != backend.name}
         self._changed()
 
     def unregister(self, name: str) -> None:
-        self._load()
         with self._lock:
+            self.get(name)
             if name in self._builtin:
                 raise ValueError(f"{name!r} is a built-in backend and can't be removed")
-            if self._backends.pop(name, None) is None:
-                raise ValueError(f"no backend is named {name!r}; there are {', '.join(self.names())}")
+            self._publish(self._without(name))
         self._changed()
+
+    def backends(self) -> Mapping[str, Backend]:
+        """All backends that loaded, by name, best first, as they are now: later changes don't show."""
+        self._load()
+        return self._backends
 
     def names(self) -> list[str]:
         """Names of all backends that loaded, best first."""
-        self._load()
-        return [b.name for b in sorted(self._backends.values(), key=lambda b: (b.rank, b.name))]
+        return list(self.backends())
 
     def get(self, name: str) -> Backend:
         """The backend of that name; ValueError lists the names there are."""
-        self._load()
-        backend = self._backends.get(name) if isinstance(name, str) else None
+        backend = self.backends().get(name) if isinstance(name, str) else None
         if backend is None:
-            why = self._broken.get(name, "") if isinstance(name, str) else ""
-            raise ValueError(
-                f"no backend is named {name!r}; there are 'auto', "
-                + ", ".join(map(repr, self.names()))
-                + (f". {name!r}: {why}" if why else "")
-            )
+            raise self.unknown(name)
         return backend
 
-    def mark_unavailable(self, name: str, index: int, reason: str) -> None:
+    def unknown(self, name: object) -> ValueError:
+        """The error for a name that no backend has: the names there are, the closest, and why it didn't load."""
+        names = ["auto", *self.backends()]
+        message = f"no backend is named {name!r}; there are {', '.join(map(repr, names))}"
+        if isinstance(name, str):
+            if close := difflib.get_close_matches(name.lower(), names, 1):
+                message += f". Did you mean {close[0]!r}?"
+            if why := self._broken.get(name):
+                message += f". {name!r}: {why}"
+        return ValueError(message)
+
+    def mark_unavailable(self, backend: str | Backend, index: int, reason: str) -> None:
         """Remember that a backend failed to compile on the device of that ordinal."""
+        backend = self._known(backend)
         with self._lock:
-            self._unavailable[name, index] = reason
+            if self._backends.get(backend.name) is not backend:
+                return  # replaced meanwhile: the new one may well work
+            self._unavailable = {**self._unavailable, (backend, index): reason}
         self._changed()
 
-    def missing(self, name: str) -> list[str]:
-        """Why the backend can't run on this machine at all; empty if it can on some device."""
-        return list(_missing(self.get(name))) or [
-            reason for (failed, _), reason in self._unavailable.items() if failed == name
+    def missing(self, backend: str | Backend) -> list[str]:
+        """Why the backend can't run on this machine, or on one of its devices; empty if it can."""
+        backend = self._known(backend)
+        return self._absent(backend) or [
+            reason for (failed, _), reason in self._unavailable.items() if failed is backend
         ]
 
-    def rejects(self, name: str, problem: Problem) -> list[str]:
-        """Why the backend can't take this problem here; empty if it can."""
-        backend = self.get(name)
-        found = [r for r in (self._unavailable.get((name, problem.index)),) if r]
-        # What its declaration rules out needs no probing, so a CPU array never initializes CUDA.
-        return found or backend.rejects(problem) or list(_missing(backend))
+    def lacks(self, backend: Backend, problem: Problem) -> list[str]:
+        """Why the backend can't run on this machine, or on the problem's device; empty if it can."""
+        failure = self._unavailable.get((backend, problem.index))
+        return [failure] if failure else self._absent(backend)
 
-    def fault(self, name: str, index: int) -> str:
-        """Why a backend whose packages are all there doesn't work on a device, or "" if it does."""
-        if reason := self._unavailable.get((name, index)):
-            return reason
-        backend = self.get(name)
+    def rejects(self, backend: str | Backend, problem: Problem) -> list[str]:
+        """Why the backend can't take this problem here; empty if it can."""
+        backend = self._known(backend)
+        # What its declaration rules out needs no probing, so a CPU array never initializes CUDA.
+        return backend.rules_out(problem) or self.lacks(backend, problem) or backend.declines(problem)
+
+    def fault(self, backend: Backend, problem: Problem) -> list[str]:
+        """Why a backend that should take it, and whose packages are all there, doesn't work on its device."""
+        if backend.rules_out(problem):
+            return []
+        failed = (backend, problem.index) in self._unavailable
         installed = all(r.is_installed() for r in backend.requires)
-        return "; ".join(_missing(backend)) if installed and "cuda" in backend.devices else ""
+        return self.lacks(backend, problem) if failed or (installed and "cuda" in backend.devices) else []
+
+    def _known(self, backend: str | Backend) -> Backend:
+        return backend if isinstance(backend, Backend) else self.get(backend)
+
+    def _absent(self, backend: Backend) -> list[str]:
+        """``backend.missing()``, found out once."""
+        memo = self._missing  # a change in the meantime leaves this one behind
+        if (found := memo.get(backend)) is None:
+            found = memo[backend] = backend.missing()
+        return list(found)
 
     def info(self) -> dict[str, BackendInfo]:
         """Every backend, best first; those whose entry point failed to load come last."""
         found = {}
-        for name in self.names():
-            backend = self.get(name)
-            reasons = tuple(self.missing(name))
+        for name, backend in self.backends().items():
+            reasons = tuple(self.missing(backend))
             found[name] = BackendInfo(
                 name,
                 not reasons,
@@ -280,12 +357,7 @@ class Registry:
         return found
 
     def __iter__(self) -> Iterator[Backend]:
-        return iter([self.get(name) for name in self.names()])
-
-
-@cache
-def _missing(backend: Backend) -> tuple[str, ...]:
-    return tuple(backend.missing())
+        return iter(self.backends().values())
 
 
 REGISTRY = Registry()

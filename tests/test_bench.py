@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import minikernel
 from minikernel import Backend, Kernel, Problem, list_backends, register_backend, unregister_backend
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +29,7 @@ if not (ROOT / "bench" / "run.py").exists():
     pytest.skip("the bench is part of the checkout, not of the package", allow_module_level=True)
 pytest.importorskip("rich")
 
-from bench import inputs, machine, peers, report, run, shapes  # noqa: E402
+from bench import check, inputs, machine, peers, report, run, shapes, timing  # noqa: E402
 from bench.buffers import Buffers, lay_out  # noqa: E402
 from bench.measure import Bench  # noqa: E402
 from bench.records import Record, Results, load  # noqa: E402
@@ -150,6 +155,9 @@ def test_table_grid_measures_each_row_in_its_own_dtype() -> None:
         ["--input", __file__],
         ["--shapes", "2x3", "--grid", "lab"],
         ["--grid", "quick", "--json", "."],
+        ["--grid", "quick", "--json", "absent/x.json"],
+        ["--grid", "quick", "--markdown", "absent/x.md"],
+        ["--grid", "quick", "--plots", "absent/plots"],
         ["--no-such-option"],
     ],
     ids=" ".join,
@@ -165,6 +173,7 @@ def test_a_bad_request_is_one_line_and_exit_2(
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("run.py: ")
     assert captured.out == ""
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_and_empty_archives_are_refused(tmp_path: Path) -> None:
@@ -183,9 +192,10 @@ def test_the_script_runs_from_a_bare_checkout(tmp_path: Path) -> None:
     done = script(str(ROOT / "bench" / "run.py"), *shape, "--json", str(path))
     assert done.returncode == 0, done.stderr
     assert "8x40" in done.stdout
-    for name, info in list_backends().items():
-        if "cpu" not in info.devices:
-            assert f"not measured {name}" in done.stdout
+    absent = {name: info.reasons for name, info in list_backends().items() if "cpu" not in info.devices}
+    if len(set(absent.values())) == 1:  # one reason, said once
+        assert f"not measured: {', '.join(absent)}: " in done.stdout
+    assert all(name in done.stdout for name in absent)
     result = json.loads(path.read_text())
     assert result["gpu"] is None
     assert {"copy", "auto", "numpy"} <= by_impl(result).keys()
@@ -204,7 +214,7 @@ def test_without_torch_numpy_is_measured_and_the_absence_said() -> None:
     )
     done = script("-c", program, str(ROOT), "--shapes", "8x40", "--dtypes", "float32,float64")
     assert done.returncode == 0, done.stderr
-    assert "not measured F.softmax: torch is not installed" in done.stdout
+    assert "not measured: F.softmax: torch is not installed" in done.stdout
     assert "numpy" in done.stdout
 
 
@@ -405,6 +415,132 @@ def test_recorded_tensors_are_measured(tmp_path: Path) -> None:
     assert {r["dtype"] for r in result["records"]} == {"float32", "int64"}
 
 
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_one_axis_is_measured_and_none_is_unsupported(tmp_path: Path, op: str) -> None:
+    path = tmp_path / "arrays.npz"
+    np.savez(path, one=np.linspace(0, 1, 1000), none=np.float32(3))
+    result = measure(tmp_path, "--input", str(path), "--op", op)
+    found = {(r["impl"], r["case"]): r["status"] for r in result["records"]}
+    for impl in by_impl(result):
+        assert found[impl, "one 1000"] == "ok"
+        assert found[impl, "none ()"].startswith("unsupported: a 0-d array")
+
+
+def test_an_absent_backend_that_was_named_is_in_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = minikernel.list_backends()
+    info["cuda-fused"] = replace(info["cuda-fused"], available=False, reasons=("no driver",))
+    monkeypatch.setattr(minikernel, "list_backends", lambda: info)
+    named = measure(tmp_path, "--shapes", "4x30", "--dtypes", "float32", "--backends", "cuda-fused,numpy")
+    assert by_impl(named)["cuda-fused"]["status"] == "unsupported: no driver"
+    assert by_impl(named)["numpy"]["status"] == "ok"
+    assert "not measured: cuda-fused: no driver" in capsys.readouterr().out
+    everything = measure(tmp_path, "--shapes", "4x30", "--dtypes", "float32")
+    assert "cuda-fused" not in by_impl(everything)
+
+    monkeypatch.setattr(machine, "has_torch", lambda: False)
+    path = tmp_path / "none.json"
+    assert (
+        run.main(["--shapes", "4x30", "--dtypes", "float32", "--backends", "cuda-fused", "--json", str(path)]) == 1
+    )
+    captured = capsys.readouterr()
+    assert captured.err == "run.py: no softmax could be measured here\n"
+    assert "not measured: cuda-fused: no driver" in captured.out
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+def test_implementations_take_turns_and_a_burst_is_no_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    order: list[str] = []
+
+    def call(name: str, seconds: float) -> timing.Turn:
+        def run_once(x: int) -> None:
+            order.append(name)
+            busy = 0.0 <= clock.now < 0.02  # other work, at first
+            clock.now += seconds + (0.008 if busy else 0.0)
+
+        return timing.Turn(run_once, [0], 0.008)
+
+    found = timing.host_seconds([call("a", 1e-3), call("b", 2e-3)], lambda: None, 0.04)
+    assert found == [pytest.approx(1e-3), pytest.approx(2e-3)]
+    assert [name for name, _ in groupby(order)][:6] == list("ababab")
+
+
+def test_work_that_is_only_queued_counts_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    queued = [0]
+
+    def call(x: int) -> None:
+        clock.now += 1e-6
+        queued[0] += 1
+
+    def synchronize() -> None:
+        clock.now += 0.05 * queued[0]
+        queued[0] = 0
+
+    assert timing.host_seconds([timing.Turn(call, [0], 0.05)], synchronize, 0.03) == [pytest.approx(1e-6)]
+    assert clock.now < 0.2
+
+
+def test_who_raises_while_timed_spoils_no_other() -> None:
+    def fail(x: int) -> None:
+        raise RuntimeError("no")
+
+    broken, right = timing.host_seconds(
+        [timing.Turn(fail, [0], 1e-3), timing.Turn(abs, [0], 1e-3)], lambda: None, 1e-3
+    )
+    assert isinstance(broken, RuntimeError)
+    assert isinstance(right, float)
+
+
+def test_slow_means_slow_at_its_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    delays = iter((0.9, 0.8, 0.01))
+
+    def launch(i: int) -> None:
+        clock.now += next(delays)
+
+    assert timing.once(launch, lambda: None, limit=0.1) == pytest.approx(0.01)
+    delays = iter((2.0, 0.0))
+    assert timing.once(launch, lambda: None, limit=0.1) == pytest.approx(2.0)
+
+
+def test_threads_that_wait_for_each_other_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    before = torch.get_num_threads()
+    for together, threads in ((8e-3, 1), (3e-6, 2)):
+        monkeypatch.setattr(
+            machine,
+            "_typical_seconds",
+            lambda call, seconds=together: seconds if torch.get_num_threads() == 2 else 1e-6,
+        )
+        with machine.settled_threads() as note:
+            assert machine.cpu()["threads"] == threads
+            assert (note is None) == (threads == 2)
+            assert note is None or note.startswith("PyTorch runs on 1 thread, not 2")
+        assert torch.get_num_threads() == before
+
+
+def test_threads_are_recorded_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = measure(tmp_path, "--shapes", "4x30", "--dtypes", "float32", "--op", "log_softmax")
+    assert result["cpu"].keys() == {"model", "cores", "threads"}
+    printed = capsys.readouterr().out
+    assert f"{result['cpu']['model']}, " in printed
+    if machine.has_torch():
+        assert "F.log_softmax" in printed
+        assert "F.softmax" not in printed
+        assert f"host time in µs, {result['cpu']['threads']} thread" in printed
+
+
 def test_the_budget_is_kept_and_said(tmp_path: Path) -> None:
     result = measure(tmp_path, "--shapes", "8x40", "--budget", "0")
     assert {record["status"] for record in result["records"]} == {"skipped: budget"}
@@ -416,8 +552,6 @@ def test_a_slow_call_is_not_timed_and_larger_ones_not_tried(space: Space) -> Non
     calls = []
 
     def slow(op: str, x: Any, dim: int, out: Any) -> Any:
-        import time
-
         calls.append(tuple(x.shape))
         time.sleep(0.01)
         return base.into(op, x, dim, out)
@@ -429,11 +563,22 @@ def test_a_slow_call_is_not_timed_and_larger_ones_not_tried(space: Space) -> Non
 
 
 def test_the_file_is_written_as_the_run_goes(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "result.json"
+    path = tmp_path / "result.json"
     results = Results({"date": "2026-01-01"}, path)
     results.add(Record("softmax", "copy", "float32", 1, 2, -1, "contiguous", case="1x2"))
     assert len(load(path).records) == 1
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+
+
+def test_a_file_that_cannot_be_written_is_named_as_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    (tmp_path / "result.json.partial").mkdir()
+    with pytest.raises(SystemExit) as exit_status:
+        run.main(["--shapes", "2x3", "--device", "cpu", "--json", str(path)])
+    assert exit_status.value.code == 2
+    assert capsys.readouterr().err == f"run.py: cannot write {path}: Is a directory\n"
 
 
 def sample_results() -> Results:
@@ -462,6 +607,44 @@ def sample_results() -> Results:
         record("numpy", None),
     ]
     return results
+
+
+def printed(results: Results, width: int, absent: dict[str, str]) -> str:
+    from rich.console import Console
+
+    console = Console(width=width, file=io.StringIO())
+    report.print_tables(results, console, absent)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_a_narrow_terminal_cuts_no_word_and_wrong_is_seen() -> None:
+    text = printed(sample_results(), 40, {"other": "no driver", "another": "no driver"})
+    assert text.startswith("A GPU (copy at 4.00 TB/s), torch 2.13, 2026-01-02\n")
+    assert "…" not in text
+    for word in (
+        *by_impl({"records": map(vars, sample_results().records)}),
+        "wrong",
+        "device time in µs; × the copy",
+    ):
+        assert word in text
+    assert "cuda-naive: wrong: 3 of 4 values off" in text
+    assert "not measured: other, another: no driver\n" in text
+
+
+def test_no_headline_from_a_cpu_or_from_a_disturbed_run() -> None:
+    assert "times as long" in report.markdown(sample_results())
+    disturbed = sample_results()
+    disturbed.records[0] = replace(disturbed.records[0], kernel_us=12.0)
+    for text in (report.markdown(disturbed), printed(disturbed, 200, {})):
+        assert "times as long" not in text
+        assert "at 512x600 float32 the copy took 5.5 times cuda-fused's time" in text
+    on_cpu = sample_results()
+    on_cpu.header["gpu"] = None
+    on_cpu.records = [replace(record, kernel_us=None, host_us=record.kernel_us) for record in on_cpu.records]
+    assert "Host time as a multiple" in report.markdown(on_cpu)
+    assert "times as long" not in report.markdown(on_cpu)
 
 
 def test_markdown_is_made_from_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -512,19 +695,122 @@ def test_the_hash_follows_what_decides_the_launches(tmp_path: Path) -> None:
         seen.add(source_hash(tmp_path))
 
 
+def table_results() -> Results:
+    """A GPU run that meets every target that a result can show."""
+    results = Results({"gpu": {"model": "A GPU"}, "source_hash": source_hash()})
+    for target in shapes.TABLE:
+        copy = 10.0
+        best = copy * target.reach
+        times = {"copy": copy, "F.softmax": 3 * best, "auto": best, "cuda-fused": best, "triton-fused": 1.05 * best}
+        results.records += [
+            Record(
+                *("softmax", impl, target.dtype, target.rows, target.cols, -1, "contiguous"),
+                *(us, 7.0, 1.0, 0.0, 0.0, "ok", f"{target.rows}x{target.cols}"),
+            )
+            for impl, us in times.items()
+        ]
+    return results
+
+
+def change(results: Results, impl: str, case: str, **fields: Any) -> None:
+    results.records = [
+        replace(r, **fields) if (r.impl, r.case, r.dtype) == (impl, case, "float32") else r for r in results.records
+    ]
+
+
+def test_targets_that_are_met() -> None:
+    findings = check.check(table_results())
+    assert [f.target for f in findings] == list(check.TARGETS)
+    assert {f.status for f in findings if f.target.figures} == {"met", "not measured"}
+    unknown = [f.target.text for f in findings if f.target.figures and f.status == "not measured"]
+    assert unknown == ["strided input: auto / F.softmax"]
+    assert {f.status for f in findings if not f.target.figures} == {"not measured"}
+    mean = next(f for f in findings if f.target.mean)
+    assert mean.figure == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("impl", "case", "fields", "short"),
+    [
+        ("auto", "8x128256", {"kernel_us": 15.2}, {"auto: the table's reach, within 3%"}),
+        ("cuda-fused", "8x128256", {"kernel_us": 15.2}, {"cuda-fused: the table's reach, within 3%"}),
+        ("F.softmax", "32768x8", {"kernel_us": 9.9}, {"F.softmax / auto over the table: every row"}),
+        ("triton-fused", "4096x128", {"kernel_us": 11.5}, {"triton-fused / cuda-fused, 132 rows up, to 16384"}),
+        ("triton-fused", "4096x32768", {"kernel_us": 16}, {"triton-fused / cuda-fused, elsewhere to 65536"}),
+        ("triton-fused", "4096x32768", {"kernel_us": 9.5}, {"auto / the best backend, device time"}),
+        ("triton-fused", "512x600", {"host_us": 11.9}, {"host time at 512x600: triton-fused / F.softmax"}),
+        ("auto", "4096x128", {"host_us": 7.5}, {"auto / the best backend, host time"}),
+    ],
+)
+def test_targets_that_are_short(impl: str, case: str, fields: dict[str, Any], short: set[str]) -> None:
+    results = table_results()
+    change(results, impl, case, **fields)
+    found = {f.target.text: f for f in check.check(results) if f.status == "short"}
+    assert found.keys() == short
+    assert all(case in f.where for f in found.values())
+
+
+def test_a_missing_row_is_not_measured_rather_than_met() -> None:
+    results = table_results()
+    change(results, "auto", "8x128256", kernel_us=None, status="skipped: budget")
+    (finding,) = [f for f in check.check(results) if f.target.text.startswith("auto: the table")]
+    assert (finding.status, finding.where) == ("not measured", "missing: float32 8x128256")
+
+
+def test_a_slow_copy_has_another_of_as_many_bytes_as_its_floor() -> None:
+    results = table_results()
+    results.records = [
+        replace(r, kernel_us=12.0) if (r.impl, r.case, r.dtype) == ("copy", "4096x32768", "bfloat16") else r
+        for r in results.records
+    ]
+    assert next(iter(check.check(results))).figure == pytest.approx(1.0)
+
+
+def test_check_prints_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, results = tmp_path / "h200.json", table_results()
+    path.write_text(results.dumps())
+    assert check.main([str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "F.softmax / auto over the table: geometric mean" in text
+    assert "met" in text
+    assert "not measured" in text
+    assert "moved on" not in text
+
+    results.header["source_hash"] = "0" * 16
+    path.write_text(results.dumps())
+    assert check.main([str(path)]) == 1
+    assert "moved on" in capsys.readouterr().out
+
+    results = table_results()
+    change(results, "auto", "8x128256", kernel_us=99.0)
+    path.write_text(results.dumps())
+    assert check.main([str(path)]) == 1
+    assert "short" in capsys.readouterr().out
+
+    path.write_text("{")
+    for bad in (path, tmp_path / "absent.json"):
+        assert check.main([str(bad)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+LAB = ROOT / "experiments" / "24-tuned-kernel"
+
+
 def experiment(name: str) -> ModuleType:
-    path = ROOT / "experiments" / "24-tuned-kernel" / f"{name}.py"
+    path = LAB / f"{name}.py"
     if not path.exists():
         pytest.skip("the experiments are part of the checkout")
     spec = spec_from_file_location(f"experiment_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    entry = sys.path[0]
+    entries = list(sys.path)
+    sys.path.insert(0, str(LAB))
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path[0] = entry
+        sys.path[:] = entries
+        sys.modules.pop("lab", None)
     return module
 
 
@@ -579,20 +865,48 @@ def test_the_manifest_comes_from_measurements_alone() -> None:
     assert written["results_summary"]["dod_30pct_met"] is True
     assert written["versions"]["ncu"] == "2025.1"
     assert "null" not in json.dumps(written)
+    del results.header["date"]
+    with pytest.raises(ValueError, match=r"not measured: date$"):
+        manifest.manifest(results, text)
+    with pytest.raises(ValueError, match=r"not measured: date, versions\.ncu$"):
+        manifest.manifest(results, text.partition("\n")[2])
     results.records = [r for r in results.records if r.impl != "cuda-smem"]
     with pytest.raises(ValueError, match="cuda-smem at 512x600 isn't in"):
         manifest.manifest(results, text)
 
 
+def test_the_profile_is_of_one_kernel_by_its_whole_name() -> None:
+    """softmax_fused_strided begins with the same letters."""
+    profile = experiment("ncu_profile")
+    assert "regex:^softmax_fused$" in profile._PROFILE
+    with pytest.raises(ValueError, match="holds 1 kernels instead of 2"):
+        profile.parse_raw(RAW_PAGE.rpartition('"1"')[0])
+
+
+@pytest.mark.parametrize("name", ["bench", "manifest", "ncu_profile"])
+def test_the_scripts_of_the_lab_run_by_themselves(name: str, tmp_path: Path) -> None:
+    if not LAB.exists():
+        pytest.skip("the experiments are part of the checkout")
+    absent = script(str(LAB / f"{name}.py"), "--out", str(tmp_path / "absent"))
+    assert absent.returncode == 2
+    assert "there is no folder" in absent.stderr
+    if name != "bench":  # with nothing to go by, or no ncu
+        failed = script(str(LAB / f"{name}.py"), "--out", str(tmp_path), PATH="")
+        assert failed.returncode == 1
+        assert failed.stderr.startswith(f"{name}.py: ")
+        assert failed.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_preset_measures_its_ladder(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    preset = ROOT / "experiments" / "24-tuned-kernel" / "bench.py"
+    preset = LAB / "bench.py"
     if not preset.exists():
         pytest.skip("the experiments are part of the checkout")
-    done = script(str(preset), "--shapes", "8x600", "--json", str(path))
+    done = script(str(preset), "--out", str(tmp_path), "--shapes", "8x600")
     assert done.returncode == 0, done.stderr
-    assert "cuda-parallel" in done.stdout
-    assert {r["case"] for r in json.loads(path.read_text())["records"]} == {"8x600"}
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert {record["case"] for record in result["records"]} == {"8x600"}
+    assert by_impl(result).keys() >= {"cuda-naive", "cuda-smem", "cuda-parallel", "cuda-fused"}
 
 
 @needs_gpu

@@ -1,6 +1,10 @@
 """The public contract: axes, shapes, kinds of arrays, placement, and errors that say what to do."""
 
 import inspect
+import pydoc
+import re
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +20,10 @@ FUNCTIONS = (softmax, log_softmax)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_signature(function):
     parameters = inspect.signature(function).parameters
-    named = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
-    assert list(named) == ["x", "dim", "backend", "dtype", "out"]
-    assert (named["dim"].default, named["backend"].default) == (-1, "auto")
-    assert all(named[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ("backend", "dtype", "out"))
+    assert list(parameters) == ["x", "dim", "backend", "dtype", "out"]
+    assert (parameters["dim"].default, parameters["backend"].default) == (-1, "auto")
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ("backend", "dtype", "out"))
+    assert "unknown" not in pydoc.render_doc(function)
 
 
 def test_version_and_names():
@@ -134,17 +138,20 @@ def test_masked_arrays_are_refused_even_after_a_plain_one():
         softmax(np.ma.masked_array(np.ones((2, 3)), mask=[[0, 1, 0]] * 2))
 
 
+class Bare:
+    """DLPack and not a word on whose it is."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
 def test_dlpack_without_a_namespace_gives_numpy():
-    class Bare:
-        def __init__(self, array):
-            self.array = array
-
-        def __dlpack__(self, **options):
-            return self.array.__dlpack__(**options)
-
-        def __dlpack_device__(self):
-            return self.array.__dlpack_device__()
-
     y = softmax(Bare(np.zeros((2, 4), np.float32)))
     assert isinstance(y, np.ndarray)
     np.testing.assert_array_equal(y, np.full((2, 4), 0.25, np.float32))
@@ -157,6 +164,50 @@ def test_dlpack_on_a_device_is_refused_with_a_cure():
 
     with pytest.raises(TypeError, match="from_dlpack"):
         softmax(OnDevice(np.zeros(3)))
+
+
+def test_bfloat16_through_dlpack_is_read_by_pytorch(monkeypatch):
+    class Kin(Bare):
+        def __array_namespace__(self):
+            return SimpleNamespace(from_dlpack=lambda y: Kin(torch.from_dlpack(y)))
+
+    pytest.importorskip("ml_dtypes")
+    x = randn(3, 40, dtype="bfloat16")
+    y = softmax(Bare(x))
+    assert y.dtype.name == "bfloat16"
+    assert mismatch(torch.from_numpy(y.view(np.int16)).view(torch.bfloat16), reference(x)) is None
+    y = softmax(Kin(x))
+    assert type(y) is Kin
+    assert mismatch(y.array, reference(x)) is None
+    assert mismatch(softmax(Kin(x), dtype="float32").array, reference(x)) is None
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(TypeError, match=r"Bare can't be read through DLPack: .*bfloat16"):
+        softmax(Bare(x))
+
+
+def test_what_an_exporter_raises_is_not_lost():
+    class Broken(Bare):
+        def __dlpack__(self, **options):
+            raise RuntimeError("the buffer was donated")
+
+    with pytest.raises(TypeError, match="Broken can't be read through DLPack: the buffer was donated") as raised:
+        softmax(Broken(np.zeros(3)))
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_half_of_dlpack_names_the_other():
+    class Half:
+        def __dlpack__(self, **options):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="has __dlpack__ but not __dlpack_device__"):
+        softmax(Half())
+
+
+def test_a_tracer_is_sent_out_of_jit():
+    tracer = type("Tracer", (), {"__module__": "jax._src.core", "__dlpack__": None})
+    with pytest.raises(TypeError, match=r"outside jax\.jit"):
+        softmax(type("DynamicJaxprTracer", (tracer,), {"__module__": "jax._src.interpreters"})())
 
 
 NO_ARRAYS = {
@@ -182,20 +233,25 @@ def test_what_is_no_array_of_numbers(name, function):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("layout", ["sparse", "sparse_csr", "nested", "quantized"])
+@pytest.mark.parametrize("layout", ["sparse", "sparse_csr", "nested", "jagged", "quantized"])
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta state|deprecated|quantized).*")
 def test_tensors_with_no_path_here(device, layout):
     dense = torch.eye(3, device=device)
     if layout == "quantized" and device == "cuda":
         pytest.skip("PyTorch quantizes on the CPU")
+    parts = [torch.ones(2, device=device), torch.ones(3, device=device)]
+    cure = {"nested": "torch.nested.to_padded_tensor(x, -torch.inf)", "quantized": "x.dequantize()"}
+    cure["jagged"] = cure["nested"]
     x = {
         "sparse": lambda: dense.to_sparse(),
         "sparse_csr": lambda: dense.to_sparse_csr(),
-        "nested": lambda: torch.nested.nested_tensor([torch.ones(2, device=device), torch.ones(3, device=device)]),
+        "nested": lambda: torch.nested.nested_tensor(parts),
+        "jagged": lambda: torch.nested.nested_tensor(parts, layout=torch.jagged),
         "quantized": lambda: torch.quantize_per_tensor(dense, 0.1, 0, torch.quint8),
     }[layout]()
     for call in (softmax, explain):
-        with pytest.raises(TypeError, match=r"no path here.*pass a dense one"):
+        expected = re.escape(f"no path here: pass a dense one ({cure.get(layout, 'x.to_dense()')})")
+        with pytest.raises(TypeError, match=expected):
             call(x)
 
 
@@ -340,10 +396,64 @@ def test_another_device_than_the_current_one():
             assert torch.cuda.current_device() == 0
 
 
+# explain
+
+
+def test_explain_names_every_copy_and_cast(route, failures):
+    x = route.array(randn(6, 8))
+    half = route.array(randn(6, 8), "float16")
+    odd = route.kind.permute(route.array(randn(2, 3, 4)), (1, 0, 2))
+    for given, dtype, note in (
+        (x, "float64", "cast from float32 to float64"),
+        (half, "float32", "itself turns float16 into float32"),
+        (odd, None, "copied first: its strides"),
+        (odd, "float64", "cast from float32 to float64"),
+    ):
+        with failures.case(note):
+            reason = explain(given, backend=route.backend, dtype=dtype).reason
+            assert note in reason
+            assert ("copied first" in reason) == note.startswith("copied")
+    for word in ("cast", "copied first", "turns"):
+        assert word not in explain(x, backend=route.backend).reason
+
+
+def test_explain_names_the_flaws_of_numpy_arrays():
+    record = np.zeros(7, [("flag", np.uint8), ("value", np.float32)])
+    for x, note in (
+        (np.zeros(3, ">f4"), "byte order"),
+        (np.zeros(13, np.uint8)[1:].view(np.float32), "aligned"),
+        (record["value"], "aligned"),
+    ):
+        reason = explain(x, backend="numpy").reason
+        assert "copied first: " in reason
+        assert note in reason
+        assert "cast from" in (cast := explain(x, backend="numpy", dtype="float64").reason)
+        assert "copied first" not in cast
+
+
+def test_explain_names_lazy_negation(torch_route):
+    x = torch.zeros(2, 3, dtype=torch.complex64, device=torch_route.kind.device).conj().imag
+    assert "copied first: PyTorch negates it lazily" in explain(x, backend=torch_route.backend).reason
+
+
+def test_explain_of_what_nothing_can_copy(registry, monkeypatch):
+    """The GPU's kernel is there, and neither CuPy nor a PyTorch that could bring it a host array."""
+    ours = minikernel.Backend("ours", 1, ("cuda",), ("float32",), lambda problem: minikernel.Kernel(None))
+    minikernel.register_backend(ours)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    x = np.zeros(3, np.float32)
+    with pytest.raises(BackendError, match="pip install"):
+        softmax(x, backend="ours")
+    decision = explain(x, backend="ours")
+    assert decision.backend is None
+    assert "pip install" in decision.reason
+
+
 # Errors
 
 
-@pytest.mark.parametrize("backend", ["cuda", "CUDA-FUSED", "", "numpy ", None, 3])
+@pytest.mark.parametrize("backend", ["cuda", "CUDA-FUSED", "", "numpy ", None, 3, ["numpy"], {}])
 def test_a_name_that_is_no_backend_s(route, backend):
     x = route.array(torch.zeros(2, 3))
     route.run(x)
@@ -353,6 +463,8 @@ def test_a_name_that_is_no_backend_s(route, backend):
         assert repr(name) in str(raised.value)
     with pytest.raises(ValueError, match="no backend is named"):
         explain(x, backend=backend)
+    with pytest.raises(ValueError, match="no backend is named"):
+        explain(route.array(torch.zeros(0)), backend=backend)
 
 
 @pytest.mark.parametrize("function", [softmax, log_softmax, explain])

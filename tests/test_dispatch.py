@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import threading
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from minikernel import (
     BackendUnavailable,
     Decision,
     FallbackWarning,
+    Problem,
     api,
     cuda,
     dispatch,
@@ -91,6 +93,62 @@ def test_a_block_is_a_task_s_own():
     assert asyncio.run(both()) == [TENTH, np.float32(0.2), 0.25]
 
 
+@pytest.mark.usefixtures("two_more")
+def test_a_child_task_inherits_a_block():
+    async def child():
+        return softmax(X)[0, 0]
+
+    async def parent():
+        with use_backend("tenths"):
+            task = asyncio.create_task(child())
+        return await task
+
+    assert asyncio.run(parent()) == TENTH
+
+
+@pytest.mark.usefixtures("two_more")
+def test_a_block_can_be_entered_again_and_decorates():
+    tenths, fifths = use_backend("tenths"), use_backend("fifths")
+    for _ in range(2):
+        with tenths, fifths, tenths:
+            assert softmax(X)[0, 0] == TENTH
+            with fifths:
+                assert softmax(X)[0, 0] == np.float32(0.2)
+            assert softmax(X, backend="auto")[0, 0] == TENTH, "auto in a call names no backend"
+        assert softmax(X)[0, 0] == 0.25
+
+    @use_backend("fifths")
+    def decorated():
+        return softmax(X)[0, 0]
+
+    assert decorated() == decorated() == np.float32(0.2)
+    assert softmax(X)[0, 0] == 0.25
+
+
+@pytest.mark.usefixtures("two_more")
+def test_one_block_object_serves_many_threads():
+    block, barrier, seen = use_backend("tenths"), threading.Barrier(3, timeout=30), []
+
+    def enter():
+        with block:
+            barrier.wait()
+            seen.append(softmax(X)[0, 0])
+        barrier.wait()
+        seen.append(softmax(X)[0, 0])
+
+    threads = [threading.Thread(target=contextvars.Context().run, args=(enter,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [TENTH] * 3 + [0.25] * 3
+
+
+def test_a_block_s_name_is_checked_before_it_is_entered():
+    with pytest.raises(ValueError, match="no backend is named 'cuda-fusd'"):
+        use_backend("cuda-fusd")
+
+
 def test_environment():
     code = """
 import numpy as np, minikernel
@@ -111,7 +169,7 @@ def test_environment_is_read_once_at_the_first_dispatch():
     output = run("""
 import os, numpy as np, minikernel
 os.environ["MINIKERNEL_BACKEND"] = "numpy"  # after the import, before the first dispatch
-print("is set" in minikernel.explain(np.zeros(3)).reason)
+print("MINIKERNEL_BACKEND=numpy" in minikernel.explain(np.zeros(3)).reason)
 os.environ["MINIKERNEL_BACKEND"] = "nonsense"
 print(minikernel.softmax(np.zeros(4))[0])
 """)
@@ -147,9 +205,11 @@ def test_explain_names_what_runs_and_why_the_others_do_not():
     decision = explain(X)
     assert isinstance(decision, Decision)
     assert decision.backend == "numpy"
+    assert decision.reason == ("The input is in cpu memory; numpy comes first among the backends that work there.")
     assert set(decision.rejected) == set(minikernel.list_backends()) - {"numpy"}
     for name in GPU_BACKENDS:
-        assert any("cpu" in reason for reason in decision.rejected[name])
+        assert decision.rejected[name] == ("it needs an array in cuda memory; the input is in cpu memory",)
+    assert decision.passed_over == ()
 
 
 def test_explain_takes_softmax_s_arguments_and_computes_nothing(registry):
@@ -157,7 +217,7 @@ def test_explain_takes_softmax_s_arguments_and_computes_nothing(registry):
     minikernel.register_backend(a_backend(prepare=lambda p: minikernel.Kernel(lambda *_: ran.append(1))))
     decision = explain(X, 0, op="log_softmax", backend="tenths", dtype="float32", out=np.empty_like(X))
     assert decision.backend == "tenths"
-    assert "backend='tenths' was asked for" in decision.reason
+    assert decision.reason == "It was asked for by backend='tenths'."
     assert not ran
     assert set(decision.rejected) == set(minikernel.list_backends()) - {"tenths"}
     with pytest.raises(ValueError, match="argmax"):
@@ -197,8 +257,11 @@ def test_explain_on_a_gpu(backend):
 def test_nothing_that_can_take_it_is_one_error_with_every_reason():
     with pytest.raises(BackendError) as raised:
         softmax(torch.zeros(2, 3, device="meta"))
-    for name in minikernel.list_backends():
-        assert f"\n  {name}: " in str(raised.value)
+    assert str(raised.value).splitlines() == [
+        "No backend can take this input.",
+        f"  {', '.join(GPU_BACKENDS)}: it needs an array in cuda memory; the input is in meta memory",
+        "  numpy: it needs an array in cpu memory; the input is in meta memory",
+    ]
     assert isinstance(raised.value, RuntimeError)
 
 
@@ -326,7 +389,201 @@ def test_a_source_that_does_not_compile_is_passed_over_visibly(registry, monkeyp
     assert mismatch(softmax(x, backend="cuda-smem"), reference(x)) is None
 
 
+def on_gpu(cols: int = 4, **changes) -> Problem:
+    """A problem of a GPU, for a machine that may have none."""
+    return replace(Problem("softmax", "cuda", 0, "float32", "float32", 2, cols, 1, (cols, 1, 1)), **changes)
+
+
+def test_falling_back_to_the_host_warns_once_whatever_the_row_length(registry):
+    for name in GPU_BACKENDS:
+        registry.mark_unavailable(name, 0, f"{name} is switched off")
+    minikernel.register_backend(
+        a_backend(name="fussy", rank=1, devices=("cuda",), reasons=lambda p: [f"{p.cols} columns are odd"])
+    )
+    with pytest.warns(FallbackWarning, match="on the host") as caught:
+        decisions = [dispatch.resolve(on_gpu(cols))[0] for cols in (3, 5, 7)]
+    assert len(caught) == 1
+    for decision in decisions:
+        assert (decision.backend, decision.through, decision.fallback) == ("numpy", "cpu", True)
+        assert decision.passed_over == ("fussy", *GPU_BACKENDS)
+
+
+def test_the_host_backend_is_the_best_that_works_there(registry):
+    for name in GPU_BACKENDS:
+        registry.mark_unavailable(name, 0, "it is switched off")
+    minikernel.register_backend(a_backend(rank=45))
+    minikernel.register_backend(a_backend(name="lame", rank=44, reasons=lambda problem: ["it is lame"]))
+    decision = dispatch.choose(on_gpu())
+    assert (decision.backend, decision.through) == ("tenths", "cpu")
+    assert dispatch.choose(on_gpu(dtype="float64", out_dtype="float64")).backend == "numpy"
+
+
+def test_one_warning_names_all_that_do_not_work(registry):
+    """Backends that fail one after the other are no news one by one."""
+
+    def prepare(problem):
+        raise BackendUnavailable("line 1")
+
+    for rank, name in enumerate(("broken", "torn")):
+        minikernel.register_backend(a_backend(name=name, rank=rank, prepare=prepare))
+    with pytest.warns(FallbackWarning) as caught:
+        assert [softmax(np.zeros((2, cols), np.float32))[0, 0] for cols in (4, 2)] == [0.25, 0.5]
+    assert [str(w.message) for w in caught] == ["numpy is used because broken, torn don't work here: line 1"]
+
+
+def test_only_what_works_in_that_memory_is_passed_over(registry):
+    minikernel.register_backend(a_backend(rank=1, reasons=lambda problem: ["it is Sunday"]))
+    minikernel.register_backend(a_backend(name="last", rank=99, reasons=lambda problem: ["it is Sunday"]))
+    decision = explain(X)
+    assert decision.passed_over == ("tenths",)
+    assert decision.reason == "numpy comes first under auto among those that can take it, and not tenths."
+
+
+def test_the_first_under_auto_is_said_to_be_first(registry):
+    minikernel.register_backend(a_backend(rank=1, devices=("cpu", "cuda")))
+    for problem in (on_gpu(), on_gpu(device="cpu")):
+        assert dispatch.choose(problem).reason == "tenths comes first under auto, and takes it."
+
+
+# Asking for one by name
+
+
+def test_a_named_backend_that_cannot_run_here_says_who_could(registry):
+    for name in GPU_BACKENDS:
+        registry.mark_unavailable(name, 0, "no driver" if name != "triton-fused" else "no Triton")
+    with pytest.raises(BackendError) as raised:
+        softmax(X, backend="cuda-smem")
+    first, *others = str(raised.value).splitlines()
+    assert first.startswith("cuda-smem (asked for by backend='cuda-smem') can't run here: no ")
+    assert first.endswith('. With backend="auto" it would run on numpy.')
+    assert "copied" not in str(raised.value)
+    assert "not asked for" not in str(raised.value)
+    assert "  numpy: it could take this input" in others
+    assert sum(name in line.split(":")[0] for name in GPU_BACKENDS for line in others) == len(GPU_BACKENDS)
+
+
+def test_reasons_that_are_shared_are_said_once(registry, monkeypatch):
+    same = {registry.get(name): ["no driver was found"] for name in GPU_BACKENDS}
+    monkeypatch.setattr(registry, "_missing", same)
+    decision = dispatch.choose(on_gpu(70_000), "cuda-fused")
+    assert str(decision).splitlines() == [
+        "cuda-fused (asked for by backend='cuda-fused') can't run here: no driver was found. "
+        'With backend="auto" it would run on numpy, through the host.',
+        "  cuda-fused, triton-fused, cuda-smem, cuda-naive: no driver was found",
+        "  numpy: it needs an array in cpu memory; the input is in cuda memory",
+    ]
+
+
+def test_a_cpu_backend_asked_for_by_name_probes_no_gpu(registry, monkeypatch):
+    minikernel.register_backend(a_backend(reasons=lambda problem: ["it is Sunday"]))
+    monkeypatch.setattr(registry, "_missing", {})
+    with use_backend("tenths"):
+        decision = explain(X)
+    assert decision.reason == (
+        "tenths (asked for by use_backend('tenths')) can't take this input: it is Sunday. "
+        'With use_backend("auto") it would run on numpy.'
+    )
+    assert decision.rejected["cuda-smem"] == ("it needs an array in cuda memory; the input is in cpu memory",)
+    assert decision.rejected["numpy"] == ("it could take this input",)
+    assert not {backend.name for backend in registry._missing} & set(GPU_BACKENDS)
+
+
+def test_a_copy_is_told_of_where_there_is_one(registry):
+    minikernel.register_backend(a_backend(devices=("cuda",)))
+    decision = dispatch.choose(on_gpu(device="cpu"), "tenths")
+    assert decision.reason == (
+        "It was asked for by backend='tenths'. The input is copied from cpu to cuda memory and the output back."
+    )
+    assert decision.rejected["numpy"] == ("not asked for",)
+
+
+def test_a_decision_prints_in_a_few_lines():
+    assert str(explain(X)).splitlines() == [
+        "numpy: The input is in cpu memory; numpy comes first among the backends that work there.",
+        f"  {', '.join(GPU_BACKENDS)}: it needs an array in cuda memory; the input is in cpu memory",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [("cuda-fusd", "cuda-fused"), ("NumPy", "numpy"), ("triton", "triton-fused"), ("atuo", "auto")],
+)
+def test_a_wrong_name_suggests_the_closest(wrong, meant):
+    with pytest.raises(ValueError, match=rf"no backend is named '{wrong}'.* Did you mean '{meant}'\?"):
+        dispatch.check_name(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["nonsense", None, 3, ["numpy"], {"numpy": 1}, np.array(["auto", "numpy"])])
+def test_a_name_that_is_none(wrong):
+    for ask in (dispatch.check_name, dispatch.requested, use_backend, minikernel.registry.REGISTRY.get):
+        with pytest.raises(ValueError, match=r"no backend is named .*; there are 'auto', 'cuda-fused'") as raised:
+            ask(wrong)
+        assert "Did you mean" not in str(raised.value)
+
+
+# Asking and preparing
+
+
+def test_those_ranked_after_the_chosen_are_asked_only_to_explain(registry):
+    asked = []
+
+    def ask(*_):
+        asked.append(1)
+        return []
+
+    minikernel.register_backend(a_backend(rank=60, reasons=ask, obstacles=ask))
+    decision, _ = dispatch.resolve(on_gpu(device="cpu"), complete=False)
+    assert decision.backend == "numpy"
+    assert "tenths" not in decision.rejected
+    assert not asked
+    assert explain(X).rejected["tenths"] == ("numpy comes first under auto",)
+    assert len(asked) == 2
+
+
+def test_a_prepare_that_raises_is_an_error_that_names_the_backend(registry):
+    def prepare(problem):
+        raise KeyError("columns")
+
+    minikernel.register_backend(a_backend(rank=1, prepare=prepare))
+    with pytest.raises(BackendError, match="prepare of 'tenths' raised KeyError: 'columns'") as raised:
+        softmax(X)
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_a_prepare_must_return_a_kernel(registry):
+    minikernel.register_backend(a_backend(rank=1, prepare=lambda problem: print))
+    message = r"prepare of 'tenths' must return a minikernel\.Kernel, not builtin_function_or_method"
+    for _ in range(2):
+        with pytest.raises(TypeError, match=message):
+            softmax(X)
+
+
 # Remembering
+
+
+def test_a_choice_made_before_a_change_is_not_kept_after_it(registry):
+    def prepare(problem):
+        minikernel.register_backend(a_backend(name="sudden", rank=0))
+        return minikernel.Kernel(lambda x, out, *_: out.fill(0.2))
+
+    minikernel.register_backend(a_backend(rank=1, prepare=prepare))
+    dispatch.resolve(on_gpu(device="cpu"))
+    assert not dispatch._kernels
+    assert dispatch.resolve(on_gpu(device="cpu"))[0].backend == "sudden"
+    assert len(dispatch._kernels) == 1
+
+
+def test_one_unregistered_between_choosing_and_preparing(registry):
+    """What was chosen is still there to finish the call."""
+
+    def reasons(problem):
+        registry.unregister("tenths")
+        return []
+
+    minikernel.register_backend(a_backend(rank=1, reasons=reasons))
+    decision, _ = dispatch.resolve(on_gpu(device="cpu"), complete=False)
+    assert decision.backend == "tenths"
+    assert softmax(X)[0, 0] == 0.25
 
 
 def test_caches_do_not_grow_without_bound(monkeypatch):

@@ -56,7 +56,7 @@ def test_every_spelling_of_a_dtype(route):
 
 
 @pytest.mark.parametrize(
-    "wrong", ["float", "int32", torch.int64, np.int8, "complex64", "bool", "nonsense", object()]
+    "wrong", ["float", "int32", torch.int64, np.int8, "complex64", "bool", "nonsense", object(), ["f4"], {}, {1: 2}]
 )
 def test_what_is_no_floating_dtype(route, wrong):
     with pytest.raises(TypeError, match="dtype"):
@@ -92,6 +92,47 @@ def test_complex_is_refused(route):
         route.run(x)
     with pytest.raises(TypeError, match="complex64"):
         route.run(x, dtype="float32")
+
+
+def test_a_cast_of_any_layout(route, failures):
+    """What a cast makes of a transposed array must be read in the order in which it was made."""
+    values = torch.arange(24).reshape(2, 3, 4)
+    for dtype in (torch.int64, torch.uint8, torch.float64):
+        for axes in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
+            x = route.kind.permute(route.kind.array(values.to(dtype)), axes)
+            for dim in range(3):
+                with failures.case(f"{dtype}, {axes}, dim {dim}"):
+                    y = route.run(x, dim, dtype="float32")
+                    assert mismatch(route.kind.tensor(y), reference(route.kind.tensor(x), dim)) is None
+
+
+def test_whatever_the_framework_can_cast(torch_route):
+    values = randn(3, 8).to(torch_route.kind.device)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        x = values.to(dtype)
+        for given in (x, x.t()):
+            y = torch_route.run(given, dtype="float32")
+            assert mismatch(y, reference(given.float())) is None
+        with pytest.raises(TypeError, match=r"dtype float8_e.*pass dtype="):
+            torch_route.run(x)
+    wide = randn(3, 8).numpy().astype(np.longdouble)
+    if wide.dtype.itemsize > 8:
+        np.testing.assert_allclose(minikernel.softmax(wide, dtype="float64"), reference(randn(3, 8)).numpy())
+        with pytest.raises(TypeError, match=r"dtype float\d+: pass dtype="):
+            minikernel.softmax(wide)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("str", "U3"), ("bytes", "S3"), ("void", "V3"), ("void", []), ("void", [("a", "f4")]), ("object", "O")],
+)
+def test_dtypes_are_called_as_users_know_them(name, dtype):
+    for options in ({}, {"dtype": "float32"}, {"out": np.zeros(3, dtype)}):
+        for call in (minikernel.softmax, minikernel.explain):
+            with pytest.raises(TypeError, match=rf"no meaning for the dtype {name}: it takes float16"):
+                call(np.zeros(3, dtype), **options)
+    with pytest.raises(TypeError, match=f"not {name}$"):
+        minikernel.softmax(np.zeros(3), dtype=np.dtype(dtype))
 
 
 def test_bfloat16_is_never_taken_for_float16(route):

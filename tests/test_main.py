@@ -71,6 +71,32 @@ def test_gpus_come_from_the_driver(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("width", [10, 30, 45, 80])
+@pytest.mark.parametrize("absent", [(), ("rich",)], ids=["rich", "plain"])
+def test_a_narrow_terminal_cuts_no_name(width, absent):
+    text = run(AS_COMMAND, absent=absent, COLUMNS=str(width), CUDA_VISIBLE_DEVICES="")
+    assert "…" not in text
+    for name in minikernel.list_backends():
+        assert row_of(name, text)[1] in ("yes", "no")
+
+
+def test_the_environment_s_backend_is_shown_and_an_unknown_one_flagged(monkeypatch, capsys):
+    def said():
+        assert command.main([]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("MINIKERNEL_BACKEND")]
+
+    monkeypatch.delenv("MINIKERNEL_BACKEND", raising=False)
+    assert said() == []
+    assert command.survey()["environment"] == {"backend": None, "error": None}
+    monkeypatch.setenv("MINIKERNEL_BACKEND", "cuda-naive")
+    assert said() == ["MINIKERNEL_BACKEND=cuda-naive decides for every call that names no backend"]
+    monkeypatch.setenv("MINIKERNEL_BACKEND", "cuda")
+    (line,) = said()
+    assert line.startswith("MINIKERNEL_BACKEND=cuda is wrong: no backend is named 'cuda'")
+    assert "cuda-naive" in line
+    assert "no backend" in command.survey()["environment"]["error"]
+
+
 @pytest.mark.gpu
 def test_gpu_is_named():
     import cupy

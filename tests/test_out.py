@@ -1,9 +1,13 @@
 """``out=``: filled where it fits, in place where it is the input, a clear error everywhere else."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from cases import GPU_BACKENDS, NAN, OPS, mismatch, randn, reference
+
+from minikernel import explain, layout, softmax
 
 
 @pytest.fixture
@@ -111,15 +115,18 @@ def test_another_kind_of_array(fits):
     other = np.empty((4, 6), np.float32) if not isinstance(x, np.ndarray) else torch.empty(4, 6)
     with pytest.raises(TypeError, match="same kind of array"):
         fits.run(x, out=other)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"^out must be .*not list"):
         fits.run(x, out=[0.0] * 6)
 
 
 def test_one_that_has_only_dlpack_can_not_be_written_to(route):
     if route.kind.takes_out:
         pytest.skip("this kind of array takes out=")
-    with pytest.raises((TypeError, ValueError), match="out must be"):
-        route.run(route.array(randn(4, 6)), out=route.array(randn(4, 6)))
+    for call in (route.run, explain):
+        with pytest.raises(TypeError, match="out= works for NumPy, PyTorch and CuPy arrays"):
+            call(route.array(randn(4, 6)), out=route.array(randn(4, 6)))
+    with pytest.raises(TypeError, match=r"out must be the same kind of array.*not numpy\.ndarray"):
+        route.run(route.array(randn(4, 6)), out=np.empty((4, 6), np.float32))
 
 
 def test_overlapping_in_part(fits, failures):
@@ -161,6 +168,32 @@ def test_what_was_remembered_of_one_pair_is_checked_for_the_next(fits):
         fits.run(memory[:2], out=memory[1:3])
 
 
+def test_the_same_memory_in_another_dtype_is_not_the_input(fits):
+    """Reading halves where float32 is being written."""
+    if fits.kind.name == "cupy":
+        pytest.skip("cupy's view takes other arguments")
+    memory = fits.array(randn(4, 8))
+    halves = memory.view(fits.kind.type_of("float16"))[:, :8]
+    with pytest.raises(ValueError, match="overlap"):
+        fits.run(halves, out=memory, dtype="float32")
+    integers = memory.view(torch.int32 if fits.kind.name.startswith("torch") else np.int32)
+    with pytest.raises(ValueError, match="overlap"):
+        fits.run(integers[:3], out=memory[1:], dtype="float32")
+
+
+def test_arrays_far_apart_need_no_exact_test_of_overlap(fits, monkeypatch):
+    def overlap(*arguments):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(layout, "overlap", overlap)
+    memory = fits.array(randn(10, 10))
+    fits.run(memory[:5], out=memory[5:])
+    fits.run(memory[5:], out=memory[:5])
+    fits.run(memory[:5], out=memory[:5])
+    with pytest.raises(AssertionError, match="asked"):
+        fits.run(memory[:5], out=memory[4:9])
+
+
 def test_expanded_out(fits):
     if fits.kind.name == "numpy":
         memory = np.lib.stride_tricks.as_strided(np.zeros(6, np.float32), (4, 6), (0, 4))
@@ -170,14 +203,50 @@ def test_expanded_out(fits):
         fits.run(fits.array(randn(4, 6)), out=memory)
 
 
+def test_out_that_no_kernel_can_write_to_as_it_lies():
+    x = randn(6, 30)
+    record = np.zeros((6, 30), [("flag", np.uint8), ("value", np.float32)])
+    unaligned = np.zeros(6 * 30 * 4 + 1, np.uint8)[1:].view(np.float32).reshape(6, 30)
+    for out in (record["value"], unaligned):
+        for dim in (0, 1):
+            assert softmax(x.numpy(), dim, out=out) is out
+            assert mismatch(torch.from_numpy(out.copy()), reference(x, dim)) is None
+            assert "temporary" in explain(x.numpy(), dim, out=out).reason
+        out[...] = x.numpy()
+        softmax(out, out=out)
+        assert mismatch(torch.from_numpy(out.copy()), reference(x)) is None
+    assert not record["flag"].any()
+
+
+def test_subclasses_of_numpy_arrays_as_out():
+    out = np.matrix(np.zeros((2, 3), np.float32), copy=False)
+    softmax(np.zeros((2, 3), np.float32), out=out)
+    np.testing.assert_allclose(out, 1 / 3)
+    with pytest.raises(TypeError, match="mask"):
+        softmax(np.zeros((2, 3)), out=np.ma.masked_array(np.zeros((2, 3)), mask=True))
+
+
+def test_explain_checks_out_as_softmax_does(fits):
+    x = fits.array(randn(4, 6))
+    other = np.empty((4, 6), np.float32) if not isinstance(x, np.ndarray) else torch.empty(4, 6)
+    for out in (other, [0.0], fits.kind.poisoned((4, 7), "float32"), fits.kind.poisoned((4, 6), "float64")):
+        with pytest.raises((TypeError, ValueError)) as wanted:
+            fits.run(x, out=out)
+        with pytest.raises(wanted.type, match=re.escape(str(wanted.value))):
+            explain(x, backend=fits.backend, out=out)
+    with pytest.raises(ValueError, match="overlap"):
+        explain(x[:3], backend=fits.backend, out=x[1:])
+    strided = fits.kind.poisoned((4, 12), "float32")[:, ::2]
+    assert "temporary" in explain(x, backend=fits.backend, out=strided).reason
+    assert "temporary" not in explain(x, backend=fits.backend, out=x).reason
+
+
 def test_empty_out(fits):
     out = fits.kind.poisoned((0, 5), "float32")
     assert fits.run(fits.array(randn(0, 5)), out=out) is out
 
 
 def test_read_only_out():
-    from minikernel import softmax
-
     x, out = np.zeros((2, 3), np.float32), np.full((2, 3), NAN, np.float32)
     softmax(x, out=out)
     out.flags.writeable = False
@@ -186,8 +255,6 @@ def test_read_only_out():
 
 
 def test_foreign_byte_order_out():
-    from minikernel import softmax
-
     with pytest.raises((TypeError, ValueError), match="byte order"):
         softmax(np.zeros((2, 3), np.float32), out=np.zeros((2, 3), ">f4"))
 
@@ -201,6 +268,33 @@ def test_gradients_are_not_lost_through_out(torch_route):
         torch_route.run(x, out=out.clone().requires_grad_())
     with torch.no_grad():
         torch_route.run(x.clone().requires_grad_(), out=out)
+        parameter = out.clone().requires_grad_()
+        torch_route.run(x, out=parameter)
+        assert mismatch(parameter.detach(), reference(x)) is None
+
+
+def test_backward_sees_that_what_it_needs_was_overwritten(torch_route, failures):
+    w = torch_route.array(randn(4, 6)).requires_grad_()
+    for name, index in (("whole", np.s_[:]), ("a window", np.s_[:, 1:4]), ("rows", np.s_[1:3])):
+        for into in ("x", "out"):
+            with failures.case(f"{name}, {into}"):
+                a = torch_route.array(randn(4, 6))
+                y = (w * a).sum()
+                for _ in range(2):
+                    torch_route.run(a[index] if into == "x" else a[index] + 1, out=a[index])
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    y.backward()
+
+
+def test_a_fill_counts_as_pytorch_s_own_do(torch_route):
+    x, out = torch_route.array(randn(2, 3)), torch_route.array(randn(2, 3))
+    with torch.inference_mode():
+        inside = torch_route.array(randn(2, 3))
+        version = out._version
+        torch_route.run(x, out=out)
+        torch_route.run(x, out=inside)
+    assert out._version == version + 1
+    assert x._version == 0
 
 
 def test_lazily_negated_out(torch_route):
@@ -212,10 +306,8 @@ def test_lazily_negated_out(torch_route):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_a_wrong_device(backend):
-    from minikernel import softmax
-
     x, host = torch.zeros(2, 3, device="cuda"), torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="device"):
+    with pytest.raises(ValueError, match="device cuda:0, not cpu"):
         softmax(x, backend=backend, out=host)
     with pytest.raises(ValueError, match="device"):
         softmax(host, backend=backend, out=x)

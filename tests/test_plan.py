@@ -88,7 +88,7 @@ def visits(plan: RowPlan, problem: Problem, row: int, base: int = 0) -> np.ndarr
     lanes = plan.team or 32
     members = plan.team or plan.threads
     member = np.arange(members)
-    held = plan.vectors + (plan.shared_vectors if plan.shared else 0)
+    held = plan.vectors + plan.shared_vectors
     share = -(-vectors // (plan.parts * 8)) * 8 if plan.parts > 1 else vectors
     for part in range(plan.parts):
         begin = min(part * share, vectors)
@@ -125,7 +125,6 @@ def assert_fits(plan: RowPlan, problem: Problem, device: Device) -> None:
         assert launch.grid <= device.sm_count * per_sm, "all blocks must be resident at once"
         assert launch.scratch >= launch.grid * 2 * (8 if problem.dtype == "float64" else 4)
     assert not launch.overlap or device.capability >= 90
-    assert plan.shared or not plan.shared_vectors
     if not plan.team:
         assert plan.threads >= peel(plan, problem) + plan.wide - 2, (
             "each thread takes one of the elements left over"

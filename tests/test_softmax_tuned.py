@@ -221,7 +221,6 @@ def launches(x: torch.Tensor, y: torch.Tensor) -> list[RowPlan]:
                         parts=parts,
                         cooperative=cooperative,
                         shared_vectors=shared_vectors,
-                        shared=shared_vectors > 0,
                         streamed=share > (vectors + shared_vectors) * threads,
                     )
                 )
@@ -269,7 +268,6 @@ def test_dynamic_shared_memory_around_what_needs_no_opting_in(shared_bytes):
             parts=1,
             cooperative=False,
             shared_vectors=shared_bytes // 16 // threads,
-            shared=True,
             streamed=True,
         )
         verify_plan(plan, x, y)

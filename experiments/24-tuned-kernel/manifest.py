@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parents[1])
+from lab import BANDWIDTH_BOUND, LADDER, LAUNCH_BOUND, parser
 
-from bench.records import Results, load  # noqa: E402
+from bench.records import Results, load
 
-LAUNCH_BOUND, BANDWIDTH_BOUND = "512x600", "32768x4096"
-LADDER = {
-    "naive": "cuda-naive",
-    "smem": "cuda-smem",
-    "parallel": "cuda-parallel",
-    "fused": "cuda-fused",
-}
 REFERENCES = {"F_softmax_ref": "F.softmax", "copy": "copy"}
 
 
@@ -62,23 +55,20 @@ def manifest(results: Results, report: str) -> dict[str, Any]:
     Raises:
         ValueError: Something that it needs wasn't measured.
     """
-    gpu, versions = results.header["gpu"], dict(results.header["versions"])
+    gpu, versions = results.header.get("gpu"), dict(results.header.get("versions") or {})
     if not gpu:
         raise ValueError("bench.json was measured without a GPU")
     if match := re.search(r"^ncu version: (\S+)", report, re.M):
         versions["ncu"] = match[1]
-    wanted = ("python", "cupy", "torch", "triton", "ncu")
-    if missing := [name for name in wanted if name not in versions]:
-        raise ValueError(f"no version of {', '.join(missing)}")
-    if not gpu["hbm_peak_gbs"]:
-        raise ValueError(f"no datasheet bandwidth for {gpu['model']}")
+    if not gpu.get("hbm_peak_gbs"):
+        raise ValueError(f"no datasheet bandwidth for {gpu.get('model')}: add it to bench/machine.py")
     against_torch = ratio(results, "F.softmax", LAUNCH_BOUND)
-    return {
+    written = {
         "experiment": "24-tuned-kernel",
-        "date": results.header["date"],
-        "seed": results.header["seed"],
-        "gpu": {name: gpu[name] for name in ("model", "compute_capability", "hbm_peak_gbs", "copy_gbs")},
-        "versions": {name: versions[name] for name in wanted},
+        "date": results.header.get("date"),
+        "seed": results.header.get("seed"),
+        "gpu": {name: gpu.get(name) for name in ("model", "compute_capability", "hbm_peak_gbs", "copy_gbs")},
+        "versions": {name: versions.get(name) for name in ("python", "cupy", "torch", "triton", "ncu")},
         "kernels": kernels(results, LAUNCH_BOUND, "median_us_at_B512"),
         "bandwidth_bound": {
             "shape": BANDWIDTH_BOUND,
@@ -94,17 +84,31 @@ def manifest(results: Results, report: str) -> dict[str, Any]:
             "dominant_stall_reason": dominant_stall(report, LAUNCH_BOUND),
         },
     }
+    if empty := gaps(written):
+        raise ValueError(f"not measured: {', '.join(empty)}")
+    return written
 
 
-def main() -> int:
+def gaps(tree: Mapping[str, Any], path: str = "") -> list[str]:
+    """Paths of the fields that hold nothing."""
+    found = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            found += gaps(value, f"{path}{name}.")
+        elif value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
+            found.append(path + name)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    out = parser(__doc__).parse_args(argv).out
     try:
-        report = (HERE / "ncu_report.txt").read_text(encoding="utf-8")
-        written = manifest(load(HERE / "bench.json"), report)
+        report = (out / "ncu_report.txt").read_text(encoding="utf-8")
+        text = json.dumps(manifest(load(out / "bench.json"), report), indent=2) + "\n"
+        (out / "manifest.json").write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"manifest.py: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(written, indent=2) + "\n"
-    (HERE / "manifest.json").write_text(text, encoding="utf-8")
     print(text, end="")
     return 0
 

@@ -1,8 +1,8 @@
 """Profile cuda-fused with Nsight Compute and annotate what it says.
 
 ``python experiments/24-tuned-kernel/ncu_profile.py`` runs this file again under ``ncu --set full``, writes
-ncu_report.ncu-rep, and ncu_report.txt: for each shape the figures that matter in the lab's words, then
-ncu's own details page.
+ncu_report.ncu-rep with a kernel for each shape, and ncu_report.txt: for each the figures that matter in the
+lab's words, then ncu's own details page.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import csv
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-# The first is launch-bound at any speed, the second as large as memory bandwidth needs.
-SHAPES = ((512, 600), (32768, 4096))
-REPORT, TEXT = HERE / "ncu_report.ncu-rep", HERE / "ncu_report.txt"
+from lab import SHAPES, parser
+
+#: What a repository should hold of a profile, at most.
+MAX_BYTES = 5_000_000
 
 #: ncu's stall reasons and the lab's names for them.
 STALLS = {
@@ -64,15 +64,17 @@ Metrics = Mapping[str, str]
 
 
 def launch() -> None:
-    """What ncu watches: the fused kernel once on each shape."""
-    sys.path[0] = str(HERE.parents[1])
+    """What ncu watches: the fused kernel once on each shape, on a GPU whose clocks are up."""
     import torch
 
     import minikernel
 
     generator = torch.Generator("cuda").manual_seed(42)
-    for shape in SHAPES:
-        x = torch.randn(shape, device="cuda", generator=generator)
+    inputs = [torch.randn(shape, device="cuda", generator=generator) for shape in SHAPES]
+    for _ in range(500):
+        torch.neg(inputs[-1])
+    torch.cuda.synchronize()
+    for x in inputs:
         minikernel.softmax(x, backend="cuda-fused")
         torch.cuda.synchronize()
 
@@ -163,13 +165,16 @@ def parse_raw(text: str) -> tuple[list[dict[str, str]], dict[str, str]]:
     """ncu's raw page as CSV: a dict of metrics for each kernel, and the units."""
     lines = [line for line in text.splitlines() if line.startswith('"')]  # ncu talks before the table
     rows = list(csv.DictReader(lines))
-    if len(rows) < 2:
-        raise ValueError("ncu's raw page holds no kernel")
+    if len(rows) != 1 + len(SHAPES):  # the first has the units
+        raise ValueError(f"ncu's raw page holds {max(len(rows) - 1, 0)} kernels instead of {len(SHAPES)}")
     return rows[1:], rows[0]
 
 
 def _ncu(*arguments: str) -> str:
-    done = subprocess.run(["ncu", *arguments], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["ncu", *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise RuntimeError("ncu isn't on the path: it comes with the CUDA toolkit, as Nsight Compute") from None
     if done.returncode:
         raise RuntimeError(f"ncu failed ({done.returncode}):\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -195,27 +200,45 @@ _PROFILE = (
     "--target-processes",
     "all",
     "-k",
-    "regex:softmax_fused",
+    "regex:^softmax_fused$",
     "-c",
     str(len(SHAPES)),
 )
 
 
-def main() -> int:
-    if sys.argv[1:] == ["--launch"]:
+def profile(out: Path) -> str:
+    """Write both reports into a folder; returns the annotated part of the text.
+
+    Raises:
+        OSError, RuntimeError, ValueError: ncu couldn't, or what it wrote isn't what was asked for.
+    """
+    written = out / "ncu_report.ncu-rep"
+    versions = _ncu("--version")
+    _ncu(*_PROFILE, "-f", "-o", str(written), sys.executable, str(Path(__file__).resolve()), "--launch")
+    if not written.is_file():
+        raise RuntimeError(f"ncu wrote no {written}: it saw no launch of softmax_fused")
+    if (size := written.stat().st_size) > MAX_BYTES:
+        print(f"ncu_profile.py: {written} has {size:,} bytes: too many to commit", file=sys.stderr)
+    kernels, units = parse_raw(_ncu("--import", str(written), "--page", "raw", "--csv"))
+    details = _ncu("--import", str(written), "--page", "details")
+    match = re.search(r"Version ([\w.]+)", versions)
+    text = report(match[1] if match else versions.split()[-1], kernels, units, details)
+    (out / "ncu_report.txt").write_text(text, encoding="utf-8")
+    return text.partition("== ncu --page details")[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    command = parser(__doc__)
+    command.add_argument("--launch", action="store_true", help="only what ncu watches")
+    options = command.parse_args(argv)
+    if options.launch:
         launch()
         return 0
     try:
-        versions = _ncu("--version")
-        _ncu(*_PROFILE, "-f", "-o", str(REPORT), sys.executable, str(Path(__file__).resolve()), "--launch")
-        kernels, units = parse_raw(_ncu("--import", str(REPORT), "--page", "raw", "--csv"))
-        details = _ncu("--import", str(REPORT), "--page", "details")
-        match = re.search(r"Version ([\w.]+)", versions)
-        TEXT.write_text(report(match[1] if match else versions.split()[-1], kernels, units, details), "utf-8")
+        print(profile(options.out))
     except (OSError, RuntimeError, ValueError) as error:
         print(f"ncu_profile.py: {error}", file=sys.stderr)
         return 1
-    print(TEXT.read_text(encoding="utf-8").partition("== ncu --page details")[0])
     return 0
 
 

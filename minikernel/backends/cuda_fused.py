@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import cuda, driver
 from ..driver import Device, Launch
@@ -22,7 +22,6 @@ _SHORT_UNALIGNED_BYTES = 512
 # Vectors that a thread may hold in registers; each is a kernel of its own, so few.
 _VECTORS = (2, 3, 4, 6, 8, 12, 16)
 _SHORT_VECTORS = (1, 2, 4, 8)
-_MOST_CLUSTER = 16
 # Packs of a row that one block holds well: 64 KiB, so that several blocks are on a multiprocessor.
 _PACKS = 4096
 # Of a larger block's, those that are in registers; the rest are in shared memory.
@@ -49,7 +48,6 @@ class RowPlan:
     parts: int = 1
     cooperative: bool = False
     shared_vectors: int = 0
-    shared: bool = False
     streamed: bool = False
 
     @property
@@ -62,7 +60,7 @@ class RowPlan:
             "CLUSTER": 1 if self.cooperative else self.parts,
             "GRID": self.cooperative,
             "VECTORS": self.vectors,
-            "SHARED": self.shared,
+            "SHARED": self.shared_vectors > 0,
             "STREAMED": self.streamed,
             "WIDE": self.wide,
             "CONGRUENT": self.congruent,
@@ -162,12 +160,11 @@ def _plan_long(problem: Problem, device: Device) -> RowPlan:
 
     threads, vectors = _block(problem, share, congruent, device, few=problem.rows * parts <= device.sm_count)
     excess = max(0, _ceil(share, threads) - vectors)
-    registers = min(128, _REGISTERS[vectors] * (2 if problem.dtype == "float64" else 1))
+    registers = min(128, _REGISTERS[vectors] * (2 if problem.dtype == "float64" or not congruent else 1))
     blocks_per_sm = max(1, _REGISTERS_PER_SM // (_up(threads, _BLOCK_SIZES) * registers))
     while blocks_per_sm > 1 and excess > _room(device, blocks_per_sm, threads):
         blocks_per_sm -= 1
     shared_vectors = min(excess, _room(device, blocks_per_sm, threads))
-    packed_halves = _is_half(problem) and vectors > 4
     return RowPlan(
         rows=problem.rows,
         team=0,
@@ -181,8 +178,6 @@ def _plan_long(problem: Problem, device: Device) -> RowPlan:
         parts=parts,
         cooperative=cooperative,
         shared_vectors=shared_vectors,
-        # Without the loops over shared memory the compiler keeps half types unpacked, and spills.
-        shared=shared_vectors > 0 or packed_halves,
         streamed=excess > shared_vectors,
     )
 
@@ -204,19 +199,18 @@ def _waves(problem: Problem, device: Device) -> float:
 
 def _spread(problem: Problem, packs: int, device: Device) -> tuple[int, bool]:
     """Blocks that share a row, and whether they are the whole grid rather than clusters."""
-    # A few very long rows: the grid holds what clusters, which don't fill the chip, would have to read twice.
-    if problem.rows <= device.sm_count and packs > _MOST_CLUSTER * _PACKS:
-        parts = device.sm_count // problem.rows
-        if _ceil(packs, parts * 8) * 8 <= (_GRID_VECTORS + _room(device, 1, 512)) * 512:
-            return parts, True
-    if device.capability < 90:
-        return 1, False
+    largest = device.max_cluster if device.capability >= 90 else 1
+    # A few long rows: the grid holds what clusters, which don't fill the chip, would have to read twice.
+    parts = device.sm_count // problem.rows
+    held = (_GRID_VECTORS + _room(device, 1, 512)) * 512
+    if device.cooperative and parts > 1 and packs > largest * _PACKS and _ceil(packs, parts * 8) * 8 <= held:
+        return parts, True
     # Where the input fills the chip only a few times, smaller blocks leave less of it idle at the end.
     most = _PACKS if _is_half(problem) else 2 * _PACKS
     if _waves(problem, device) < _FEW_WAVES:
         most //= 2
     parts = 1
-    while parts < _MOST_CLUSTER and (
+    while parts < largest and (
         packs > parts * most or (problem.rows * parts * 4 < device.sm_count and packs > parts * 1024)
     ):
         parts *= 2
@@ -225,8 +219,10 @@ def _spread(problem: Problem, packs: int, device: Device) -> tuple[int, bool]:
 
 def _block(problem: Problem, packs: int, congruent: bool, device: Device, few: bool) -> tuple[int, int]:
     """Threads, and vectors a thread, for a block that takes so many packs."""
-    # float64, and an input that is out of step with the output, take more registers; so do newer chips.
-    most = 8 if problem.dtype == "float64" or not congruent else 12 if device.capability >= 120 else 16
+    # Most that fit in 128 registers. float64, and an input that is out of step with the output, take more of them.
+    most = 8 if problem.dtype == "float64" or not congruent else 16
+    if device.capability < 80 or device.capability >= 120:
+        most = min(most, 8)
     if packs > _PACKS:
         return 512, _GRID_VECTORS
     if packs > most * 256:
@@ -265,7 +261,16 @@ def _plan_strided(problem: Problem, device: Device) -> StridedPlan:
 
 
 def prepare(problem: Problem) -> Kernel:
-    return prepare_planned(problem, plan(problem, driver.device(problem.index)))
+    device = driver.device(problem.index)
+    while True:
+        chosen = plan(problem, device)
+        try:
+            return prepare_planned(problem, chosen)
+        except driver.DoesNotFit:  # a slice of a GPU, say: do with less
+            if isinstance(chosen, RowPlan) and chosen.parts > 1 and not chosen.cooperative:
+                device = replace(device, max_cluster=chosen.parts // 2)
+            else:
+                device = replace(device, cooperative=False)
 
 
 def prepare_planned(problem: Problem, chosen: RowPlan | StridedPlan) -> Kernel:

@@ -24,11 +24,7 @@ def longest_row(dtype: str, device: driver.Device) -> int:
 
 
 def reasons(problem: Problem) -> list[str]:
-    try:
-        device = driver.device(problem.index)
-    except driver.CudaError:
-        return []  # the backend's obstacles say that there is no GPU
-    longest = longest_row(problem.dtype, device)
+    longest = longest_row(problem.dtype, driver.device(problem.index))
     if problem.cols > longest:
         return [
             f"a row of {problem.cols} {problem.dtype} doesn't fit in a block's shared memory: at most {longest}"

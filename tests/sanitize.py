@@ -1,0 +1,134 @@
+"""Every kind of launch once, on arrays as small as can be, for ``compute-sanitizer``; to run by hand on a GPU.
+
+    compute-sanitizer --tool memcheck python tests/sanitize.py     (and racecheck, initcheck, synccheck)
+
+Results are compared with float64 too. Exit status 1 if one is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+    # Each array is an allocation of its own, so that the tools see what lies outside it; torch reads this once.
+    os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+
+import torch
+from cases import GPU_BACKENDS, NAN, mismatch, randn, reference
+
+import minikernel
+from minikernel import Problem, driver
+from minikernel.backends import cuda_fused
+
+#: What cuda-fused's plan is changed to: columns, and fields of a RowPlan that have room for them.
+LAUNCHES = {
+    "block, in registers": (2000, {"vectors": 4, "threads": 128}),
+    "block, unaligned": (2001, {"vectors": 4, "threads": 160}),
+    "block, shared memory": (3000, {"vectors": 2, "threads": 128, "shared_vectors": 4}),
+    "block, streamed": (5000, {"vectors": 1, "threads": 96, "streamed": True}),
+    "block, shared memory, streamed": (
+        5000,
+        {"vectors": 1, "threads": 128, "shared_vectors": 2, "streamed": True},
+    ),
+    "cluster of 2": (3000, {"vectors": 4, "threads": 128, "parts": 2}),
+    "cluster of 8, shared memory": (9001, {"vectors": 1, "threads": 128, "parts": 8, "shared_vectors": 2}),
+    "cluster of 4, streamed": (5000, {"vectors": 1, "threads": 96, "parts": 4, "streamed": True}),
+    "grid": (5000, {"vectors": 4, "threads": 128, "parts": 3, "cooperative": True}),
+    "grid, shared memory": (
+        9001,
+        {"vectors": 2, "threads": 128, "parts": 5, "cooperative": True, "shared_vectors": 3},
+    ),
+    "grid, streamed": (9001, {"vectors": 1, "threads": 96, "parts": 3, "cooperative": True, "streamed": True}),
+}
+_BLOCK = {
+    "team": 0,
+    "blocks_per_sm": 1,
+    "overlap": False,
+    "parts": 1,
+    "cooperative": False,
+    "shared_vectors": 0,
+    "streamed": False,
+}
+
+
+def forced(cols: int, fields: dict[str, object]) -> str | None:
+    """Run softmax_fused.cu by a plan of those fields."""
+    x = randn(3, cols).cuda()
+    y = torch.full_like(x, NAN)
+    problem = Problem("softmax", "cuda", 0, "float32", "float32", 3, cols, 1, (cols, 1, 1))
+    plan = replace(cuda_fused.plan(problem, driver.device(0)), **{**_BLOCK, **fields})
+    kernel = cuda_fused.prepare_planned(problem, plan)
+    scratch = torch.empty(kernel.scratch, dtype=torch.uint8, device="cuda")
+    kernel.run(x.data_ptr(), y.data_ptr(), torch.cuda.current_stream().cuda_stream, scratch.data_ptr())
+    return mismatch(y, reference(x))
+
+
+def called(backend: str, x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> str | None:
+    """Call the public function."""
+    x = x.cuda() if x.is_contiguous() else torch.empty_strided(x.shape, x.stride(), device="cuda").copy_(x)
+    y = torch.full(x.shape, NAN, dtype=dtype or x.dtype, device="cuda")
+    minikernel.softmax(x, dim, backend=backend, dtype=dtype, out=y)
+    return mismatch(y, reference(x, dim))
+
+
+def in_place(backend: str) -> str | None:
+    x = randn(5, 700).cuda()
+    expected = reference(x)
+    minikernel.softmax(x, backend=backend, out=x)
+    return mismatch(x, expected)
+
+
+def runs() -> dict[str, Callable[[], str | None]]:
+    """Everything to run, by what is printed of it."""
+    found: dict[str, Callable[[], str | None]] = {}
+    inputs = {
+        "short rows": (randn(37, 64), -1, None),
+        "short unaligned rows": (randn(37, 65)[:, 1:], -1, None),
+        "rows of 1": (randn(37, 1), -1, None),
+        "a block a row": (randn(5, 2001), -1, None),
+        "long rows": (randn(2, 20_001), -1, None),
+        "middle axis": (randn(3, 70, 50), 1, None),
+        "middle axis, contiguous": (randn(3, 50, 70).transpose(1, 2), 1, None),
+        "transposed": (randn(90, 70).t(), -1, None),
+        "every other column": (randn(70, 180)[:, ::2], -1, None),
+        "bfloat16": (randn(5, 2049, dtype="bfloat16"), -1, None),
+        "float16 to float32": (randn(5, 700, dtype="float16"), -1, torch.float32),
+        "float64": (randn(5, 700, dtype="float64"), -1, None),
+    }
+    for backend in GPU_BACKENDS:
+        for name, (x, dim, dtype) in inputs.items():
+            found[f"{backend}: {name}"] = lambda b=backend, x=x, d=dim, t=dtype: called(b, x, d, t)
+        found[f"{backend}: in place"] = lambda b=backend: in_place(b)
+    for name, (cols, fields) in LAUNCHES.items():
+        found[f"cuda-fused: {name}"] = lambda c=cols, f=fields: forced(c, f)
+    return found
+
+
+def main() -> int:
+    if reasons := driver.obstacles():
+        print(f"sanitize.py: {'; '.join(reasons)}", file=sys.stderr)
+        return 1
+    available = minikernel.list_backends()
+    wrong = 0
+    for name, run in runs().items():
+        info = available[name.partition(":")[0]]
+        if not info.available:
+            print(f"{name}: not run: {'; '.join(info.reasons)}")
+            continue
+        if "cluster" in name and driver.device(0).capability < 90:
+            print(f"{name}: not run: this GPU has no clusters")
+            continue
+        fault = run()
+        torch.cuda.synchronize()
+        wrong += fault is not None
+        print(f"{name}: {fault or 'right'}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
