@@ -62,7 +62,7 @@ __device__ __forceinline__ Pack<In> read_slot(const Pack<In>* slot) {
 // Makes the compiler unpack again what it would rather keep unpacked, in twice the registers: `zero` is a zero that
 // it can't know.
 __device__ __forceinline__ void keep_packed(Pack<In>& pack, uint zero) {
-    if constexpr (sizeof(In) == 2 && kWide > 1 && VECTORS > 4) {
+    if constexpr (sizeof(In) == 2 && kWide > 1 && VECTORS >= 4) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) pack.words[i] ^= zero;
     }

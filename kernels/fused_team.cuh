@@ -11,8 +11,36 @@ struct Partial {
     static __device__ Partial empty() { return {lowest(Acc()), Acc(0)}; }
 };
 
+template <class T> struct IsFloat16 { static constexpr bool value = false; };
+template <> struct IsFloat16<half> { static constexpr bool value = true; };
+
+// float16's largest exponent is small enough to work with powers of 2: 2^(x log2(e) - shift log2(e)) takes one
+// fused multiply-add where exp(x - shift) takes two instructions. What rounding does to the second product is the
+// same for all terms and the sum, as long as it's rounded by itself (__fmul_rn).
+constexpr bool kBase2 = IsFloat16<In>::value && IsFloat16<Out>::value && !LOG;
+constexpr float kLog2e = 1.44269504f;
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// exp(x - shift).
+__device__ __forceinline__ Acc term(Acc x, Acc shift) {
+    if constexpr (kBase2)
+        return power_of_2(fmaf(x, kLog2e, -__fmul_rn(shift, kLog2e)));
+    else
+        return exponential(x - shift);
+}
+
 // The factor that turns terms relative to one max into terms relative to a larger one.
-__device__ __forceinline__ Acc rescale(Acc from_max, Acc to_max) { return exponential(from_max - shift_for(to_max)); }
+__device__ __forceinline__ Acc rescale(Acc from_max, Acc to_max) {
+    if constexpr (kBase2)
+        return power_of_2(__fmul_rn(from_max, kLog2e) - __fmul_rn(shift_for(to_max), kLog2e));
+    else
+        return exponential(from_max - shift_for(to_max));
+}
 
 __device__ __forceinline__ Partial merge(Partial a, Partial b) {
     const Acc max = fmax(a.max, b.max);
@@ -21,10 +49,10 @@ __device__ __forceinline__ Partial merge(Partial a, Partial b) {
 
 // From x to the output, once the whole row's max and sum are known.
 struct Finish {
-    Acc shift, factor;  // softmax: exp(x - shift) * factor; log-softmax: x - shift - factor
+    Acc shift, factor;  // softmax: term(x, shift) * factor; log-softmax: x - shift - factor
 
     __device__ explicit Finish(Partial row) : shift(shift_for(row.max)), factor(LOG ? log(row.sum) : 1 / row.sum) {}
-    __device__ Acc operator()(Acc x) const { return LOG ? x - shift - factor : exponential(x - shift) * factor; }
+    __device__ Acc operator()(Acc x) const { return LOG ? x - shift - factor : term(x, shift) * factor; }
 };
 
 template <int N> __device__ __forceinline__ Acc max_over_lanes(Acc value) {

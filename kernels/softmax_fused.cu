@@ -55,7 +55,7 @@ template <class T> __device__ __forceinline__ Acc max_of(const Pack<T>& pack, Ac
 __device__ __forceinline__ Acc sum_of(const Pack<In>& pack, Acc shift) {
     Acc sum = 0;
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) sum += exponential(to_acc(pack.at[i]) - shift);
+    for (int i = 0; i < kWide; ++i) sum += term(to_acc(pack.at[i]), shift);
     return sum;
 }
 
@@ -95,7 +95,7 @@ struct Running {
     }
     __device__ __forceinline__ void take(Acc single) {
         raise_max(fmax(partial.max, single));
-        add_terms(exponential(single - shift_for(partial.max)));
+        add_terms(term(single, shift_for(partial.max)));
     }
 };
 
@@ -157,12 +157,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         packs[v] = empty_pack();
         load(packs[v], in_run + v * kLanes * kWide, v * kLanes < left);
     }
+    // Of its slots in shared memory, the thread fills the first few.
+    const int held_slots = min(shared_vectors, max(0, (left + 31) / 32 - VECTORS));
     const int group = (shared_vectors + kGroups - 1) / kGroups;
     if constexpr (SHARED)
         for (int g = 0; g < kGroups; ++g) {
-            for (int v = g * group; v < min(shared_vectors, (g + 1) * group); ++v)
-                if ((VECTORS + v) * 32 < left)
-                    load_async(slots + v * blockDim.x, in_run + (VECTORS + v) * 32 * kWide);
+            for (int v = g * group; v < min(held_slots, (g + 1) * group); ++v)
+                load_async(slots + v * blockDim.x, in_run + (VECTORS + v) * 32 * kWide);
             end_group();
         }
     // The elements outside the packs; rows that begin and end at a pack have none.
@@ -197,14 +198,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             if constexpr (!kKeepTerms) keep_packed(packs[v], zero);
 #pragma unroll
             for (int i = 0; i < kWide; ++i) {
-                const Acc term = exponential(to_acc(packs[v].at[i]) - shift);
-                sum += term;
-                if constexpr (kKeepTerms) terms[v * kWide + i] = term;
+                const Acc value = term(to_acc(packs[v].at[i]), shift);
+                sum += value;
+                if constexpr (kKeepTerms) terms[v * kWide + i] = value;
             }
         }
         if (has_singles)
 #pragma unroll
-            for (int s = 0; s < kSingles; ++s) sum += exponential(singles[s] - shift);
+            for (int s = 0; s < kSingles; ++s) sum += term(singles[s], shift);
         sum = sum_over_lanes<kLanes>(sum);
         row_partial.sum = TEAM ? sum : sum_over_block(sum, warp_slots);
     } else {
@@ -215,11 +216,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if constexpr (VECTORS % kChunk) mine.take<VECTORS % kChunk>(packs + VECTORS / kChunk * kChunk);
         if constexpr (SHARED) {
             auto take_group = [&](int g) {
-                for (int v = g * group; v < min(shared_vectors, (g + 1) * group); ++v)
-                    if ((VECTORS + v) * 32 < left) {
-                        const Pack<In> pack = read_slot(slots + v * blockDim.x);
-                        mine.take<1>(&pack);
-                    }
+                const int stop = min(held_slots, (g + 1) * group);
+                int v = g * group;
+                for (; v + 1 < stop; v += 2) {
+                    const Pack<In> pair[2] = {read_slot(slots + v * blockDim.x), read_slot(slots + (v + 1) * blockDim.x)};
+                    mine.take<2>(pair);
+                }
+                if (v < stop) {
+                    const Pack<In> pack = read_slot(slots + v * blockDim.x);
+                    mine.take<1>(&pack);
+                }
             };
             wait_for_groups<3>(), take_group(0);
             wait_for_groups<2>(), take_group(1);
@@ -260,10 +266,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
         store(to_run + v * kLanes * kWide, result);
     }
-    if constexpr (SHARED)
-        for (int v = 0; v < shared_vectors; ++v)
-            if ((VECTORS + v) * 32 < left)
-                store(to_run + (VECTORS + v) * 32 * kWide, finish_pack(finish, read_slot(slots + v * blockDim.x)));
+    if constexpr (SHARED) {
+        Out* to_slots = to_run + VECTORS * 32 * kWide;
+        int v = 0;
+        for (; v + 1 < held_slots; v += 2) {  // two at a time, so that one is read while the other is computed
+            const Pack<In> first = read_slot(slots + v * blockDim.x), second = read_slot(slots + (v + 1) * blockDim.x);
+            store(to_slots + v * 32 * kWide, finish_pack(finish, first));
+            store(to_slots + (v + 1) * 32 * kWide, finish_pack(finish, second));
+        }
+        if (v < held_slots) store(to_slots + v * 32 * kWide, finish_pack(finish, read_slot(slots + v * blockDim.x)));
+    }
     if constexpr (STREAMED)
         for (uint at = held * members + member; at < count; at += members) {
             Pack<In> pack;

@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) softmax_fused_strided(
             const Acc scale = rescale(partial.max, max);
             Acc sum = 0;
 #pragma unroll
-            for (int i = 0; i < kEach; ++i) sum += exponential(values[i] - shift_for(max));
+            for (int i = 0; i < kEach; ++i) sum += term(values[i], shift_for(max));
             partial = {max, partial.sum * scale};
             lost *= scale;
             add(partial.sum, lost, sum);

@@ -22,10 +22,15 @@ _SHORT_UNALIGNED_BYTES = 512
 # Vectors that a thread may hold in registers; each is a kernel of its own, so few.
 _VECTORS = (2, 3, 4, 6, 8, 12, 16)
 _SHORT_VECTORS = (1, 2, 4, 8)
-# Packs of a row that one block holds well: 64 KiB, so that several blocks are on a multiprocessor.
+# Packs that a block of 256 threads holds well: 64 KiB, so that four blocks fit on a multiprocessor; at most, three.
 _PACKS = 4096
-# Of a larger block's, those that are in registers; the rest are in shared memory.
-_GRID_VECTORS = 4
+_MOST_PACKS = 4864
+# Fewer than this aren't worth a block of a cluster.
+_FEWEST_PACKS = 1000
+# Of a large block's packs, those that a thread holds in registers; the rest are in shared memory.
+_FEW_VECTORS = 4
+# From here on a grid that waits for itself beats clusters.
+_GRID_BYTES = 12_000_000
 # Blocks are compiled for at most so many threads.
 _BLOCK_SIZES = (128, 256, 512)
 _FEW_WAVES = 8
@@ -156,11 +161,11 @@ def _plan_long(problem: Problem, device: Device) -> RowPlan:
     wide, _, congruent = _alignment(problem)
     packs = _ceil(problem.cols, wide)
     parts, cooperative = _spread(problem, packs, device)
-    share = packs if parts == 1 else _ceil(packs, parts * 8) * 8
+    share = _share(packs, parts)
 
-    threads, vectors = _block(problem, share, congruent, device, few=problem.rows * parts <= device.sm_count)
+    threads, vectors = _block(problem, share, parts, congruent, device)
     excess = max(0, _ceil(share, threads) - vectors)
-    registers = min(128, _REGISTERS[vectors] * (2 if problem.dtype == "float64" or not congruent else 1))
+    registers = _registers(problem, vectors, congruent)
     blocks_per_sm = max(1, _REGISTERS_PER_SM // (_up(threads, _BLOCK_SIZES) * registers))
     while blocks_per_sm > 1 and excess > _room(device, blocks_per_sm, threads):
         blocks_per_sm -= 1
@@ -182,6 +187,12 @@ def _plan_long(problem: Problem, device: Device) -> RowPlan:
     )
 
 
+def _registers(problem: Problem, vectors: int, congruent: bool) -> int:
+    """Registers that a thread needs to hold so many vectors."""
+    twice = problem.dtype == "float64" or not congruent
+    return min(128, _REGISTERS[vectors] * (2 if twice else 1))
+
+
 def _room(device: Device, blocks_per_sm: int, threads: int) -> int:
     """Vectors a thread that fit in shared memory with that many blocks on a multiprocessor."""
     room = min(device.shared_per_block, device.shared_per_sm // blocks_per_sm) - _RESERVED_BYTES
@@ -192,44 +203,66 @@ def _is_half(problem: Problem) -> bool:
     return ITEMSIZE[problem.dtype] == 2
 
 
-def _waves(problem: Problem, device: Device) -> float:
-    """How many times the input would fill the chip, at about 200 KB a multiprocessor."""
-    return problem.rows * problem.cols * ITEMSIZE[problem.dtype] / (device.sm_count * 200_000)
+def _share(packs: int, parts: int) -> int:
+    """Packs of a row for each of several blocks: whole lines of 128 bytes."""
+    return packs if parts == 1 else _ceil(packs, parts * 8) * 8
 
 
 def _spread(problem: Problem, packs: int, device: Device) -> tuple[int, bool]:
     """Blocks that share a row, and whether they are the whole grid rather than clusters."""
-    largest = device.max_cluster if device.capability >= 90 else 1
-    # A few long rows: the grid holds what clusters, which don't fill the chip, would have to read twice.
-    parts = device.sm_count // problem.rows
-    held = (_GRID_VECTORS + _room(device, 1, 512)) * 512
-    if device.cooperative and parts > 1 and packs > largest * _PACKS and _ceil(packs, parts * 8) * 8 <= held:
+    if device.cooperative and (parts := _grid_parts(problem, packs, device)):
         return parts, True
-    # Where the input fills the chip only a few times, smaller blocks leave less of it idle at the end.
-    most = _PACKS if _is_half(problem) else 2 * _PACKS
-    if _waves(problem, device) < _FEW_WAVES:
-        most //= 2
-    parts = 1
-    while parts < largest and (
-        packs > parts * most or (problem.rows * parts * 4 < device.sm_count and packs > parts * 1024)
-    ):
-        parts *= 2
-    return parts, False
+    most = _largest_cluster(device)
+    best, best_cost = most, float("inf")
+    for parts in (1, 2, 4, 8, 16):
+        share = _share(packs, parts)
+        if parts > most or (parts > 1 and share < _FEWEST_PACKS):
+            break
+        if share > (2 * _PACKS if parts == 1 else _MOST_PACKS) and parts < most:
+            continue
+        # What the busiest multiprocessor has to do; a larger cluster must earn its cost.
+        resident = 4 if share <= _PACKS else 2 if parts == 1 else 3
+        blocks = problem.rows * parts
+        waves = _ceil(blocks, device.sm_count * resident)
+        cost = share * (waves * resident if waves > 1 else _ceil(blocks, device.sm_count))
+        if cost < 0.8 * best_cost:
+            best, best_cost = parts, cost
+    return best, False
 
 
-def _block(problem: Problem, packs: int, congruent: bool, device: Device, few: bool) -> tuple[int, int]:
+def _largest_cluster(device: Device) -> int:
+    return device.max_cluster if device.capability >= 90 else 1
+
+
+def _grid_parts(problem: Problem, packs: int, device: Device) -> int:
+    """Blocks a row if the grid holds the whole input and gains by it, else 0.
+
+    Clusters don't fill the chip, and end one by one; but waiting for the grid takes as long as reading 4 MB.
+    """
+    parts = device.sm_count // problem.rows
+    too_long = _share(packs, _largest_cluster(device)) > 2 * _PACKS
+    if not parts or not (too_long or problem.rows * packs * _ACCESS_BYTES > _GRID_BYTES):
+        return 0
+    if too_long and parts > 1 and _share(packs, parts) <= (_FEW_VECTORS + _room(device, 1, 512)) * 512:
+        return parts
+    parts *= 4  # four smaller blocks a multiprocessor
+    return parts if _share(packs, parts) <= (_FEW_VECTORS + _room(device, 4, 256)) * 256 else 0
+
+
+def _block(problem: Problem, packs: int, parts: int, congruent: bool, device: Device) -> tuple[int, int]:
     """Threads, and vectors a thread, for a block that takes so many packs."""
     # Most that fit in 128 registers. float64, and an input that is out of step with the output, take more of them.
     most = 8 if problem.dtype == "float64" or not congruent else 16
     if device.capability < 80 or device.capability >= 120:
         most = min(most, 8)
-    if packs > _PACKS:
-        return 512, _GRID_VECTORS
-    if packs > most * 256:
-        return 256, 4
-    if not few and problem.cols > packs * _ACCESS_BYTES // ITEMSIZE[problem.dtype] and packs > 1024:
-        # Part of a row, most of it in shared memory: several blocks fit on a multiprocessor.
-        return 256, 2 if _waves(problem, device) < _FEW_WAVES else 4
+    few = problem.rows * parts <= device.sm_count
+    # Mostly in shared memory: several such blocks fit on a multiprocessor.
+    if packs > _MOST_PACKS or (packs > _PACKS and parts == 1):
+        return 512, _FEW_VECTORS
+    if packs > most * 256 or (parts > 1 and not few):
+        return 256, _FEW_VECTORS
+    if _is_half(problem) and packs > _PACKS // 2 and problem.rows < 8 * device.sm_count:
+        return 256, _FEW_VECTORS
     # A line of 128 bytes is peeled one element a thread.
     fewest = 96 if _is_half(problem) else 64
     candidates = [
