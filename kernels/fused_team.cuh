@@ -108,7 +108,9 @@ __device__ __forceinline__ uint block_in_cluster() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Where `mine`, a variable in this block's shared memory, lies in that of another block of the cluster.
@@ -139,9 +141,9 @@ __device__ __forceinline__ Partial merge_over_cluster(Partial block_partial, Par
 #endif
 
 #if defined(GRID) && GRID
-// All blocks wait here for one another; they must all be running, which a cooperative launch guarantees. The driver
-// keeps a counter for each such launch and passes its address in two registers; its top bit flips once every block
-// has come, which leaves it ready for the next launch.
+// All blocks wait here for one another; they must all be running, which a cooperative launch guarantees. As in CUDA's
+// cooperative groups (cooperative_groups/details/driver_abi.h), the driver passes the address of a counter for each
+// such launch in two registers. The counter's top bit flips once every block has come, which leaves it ready again.
 __device__ __forceinline__ void wait_for_grid() {
     __syncthreads();
     if (threadIdx.x == 0) {

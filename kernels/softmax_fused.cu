@@ -16,8 +16,16 @@
 //   SHARED     1: it may hold `shared_vectors` more in shared memory
 //   STREAMED   1: there is more than the team can hold, which is read a second time
 //   WIDE       elements a pack: 16 bytes of input, or 1
-//   CONGRUENT  1: where packs of the output are aligned, so are those of the input
+//   CONGRUENT  1: input and output are in step, so that the packs of both are aligned
 //   THREADS, BLOCKS   most threads a block, fewest blocks a multiprocessor: the register budget
+//
+// What that comes to for float32 on an H200 (minikernel/backends/cuda_fused.py chooses):
+//   65536 x 128      TEAM 16, VECTORS 2                             8 rows a block of 128 threads
+//   32768 x 4096     TEAM 0, VECTORS 4                              a row a block of 256 threads
+//   2048 x 128256    TEAM 0, CLUSTER 8, VECTORS 4, SHARED 1         a row 8 such blocks
+//   8 x 1048576      TEAM 0, GRID 1, VECTORS 4, SHARED 1            a row 16 blocks of 512 threads
+//
+// Read it in that order: what is kResident first, the rest (Running, clusters, the grid) after.
 
 #include "common.cuh"
 #include "fused_memory.cuh"
@@ -219,7 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const int stop = min(held_slots, (g + 1) * group);
                 int v = g * group;
                 for (; v + 1 < stop; v += 2) {
-                    const Pack<In> pair[2] = {read_slot(slots + v * blockDim.x), read_slot(slots + (v + 1) * blockDim.x)};
+                    const Pack<In> pair[2] = {read_slot(slots + v * blockDim.x),
+                                              read_slot(slots + (v + 1) * blockDim.x)};
                     mine.take<2>(pair);
                 }
                 if (v < stop) {

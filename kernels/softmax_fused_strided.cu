@@ -4,7 +4,8 @@
 // A block takes LANES neighboring rows, a lane each, and walks along their columns with several threads a row.
 // Lanes read neighboring addresses wherever neighboring rows lie side by side; where columns do instead, tiles
 // are turned over in shared memory, on the way in, on the way out, or both. Each thread keeps an online
-// (max, sum) of its columns, and the row is read a second time for the output.
+// (max, sum) of its columns, and the row is read a second time for the output. The online softmax is that of
+// Milakov & Gimelshein 2018, arXiv:1805.02867.
 //
 // Macros beside those of common.cuh:
 //   LANES               rows a block, a power of two up to 32
@@ -21,7 +22,8 @@ constexpr int kColumns = kSharing * kEach;  // columns of a tile
 typedef Acc Tile[kColumns][LANES + 1];  // one more than LANES, so that a column of it lies in different banks
 
 // Copies a tile between shared and global memory, neighboring threads at neighboring columns.
-template <class Copy> __device__ __forceinline__ void for_each_in_tile(const Layout& layout, long long first_row, long long base, Copy copy) {
+template <class Copy>
+__device__ __forceinline__ void for_each_in_tile(const Layout& layout, long long first_row, long long base, Copy copy) {
     for (int i = threadIdx.x; i < kColumns * LANES; i += kThreads) {
         const int c = i % kColumns, r = i / kColumns;
         if (base + c < layout.cols && first_row + r < layout.rows) copy(c, r);

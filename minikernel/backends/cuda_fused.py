@@ -1,4 +1,8 @@
-"""``cuda-fused``: parallel reduction and online softmax; each row read once, kept on chip, written once."""
+"""``cuda-fused``: parallel reduction and online softmax; a row is read once, kept on chip, and written once.
+
+The online softmax is Milakov & Gimelshein 2018, arXiv:1805.02867. What is here is the choice of a launch; the
+numbers in it were measured on an H200.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,8 @@ _SHORT_VECTORS = (1, 2, 4, 8)
 # Packs that a block of 256 threads holds well: 64 KiB, so that four blocks fit on a multiprocessor; at most, three.
 _PACKS = 4096
 _MOST_PACKS = 4864
+# softmax_fused.cu counts packs, two elements at least, in 32 bits.
+_MOST_COLS = 2**31
 # Fewer than this aren't worth a block of a cluster.
 _FEWEST_PACKS = 1000
 # Of a large block's packs, those that a thread holds in registers; the rest are in shared memory.
@@ -33,14 +39,28 @@ _FEW_VECTORS = 4
 _GRID_BYTES = 12_000_000
 # Blocks are compiled for at most so many threads.
 _BLOCK_SIZES = (128, 256, 512)
-_FEW_WAVES = 8
 # Registers that a thread needs to hold so many vectors; the tests compile them all and find no spills.
 _REGISTERS = {2: 56, 3: 64, 4: 64, 6: 96, 8: 128, 12: 128, 16: 128}
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How softmax_fused.cu takes rows whose elements are neighbors in memory; its macros explain the fields."""
+    """How softmax_fused.cu takes rows whose elements are neighbors in memory.
+
+    Attributes:
+        rows: Rows of the problem.
+        team: Lanes of a warp that share a row; 0: a block or several.
+        vectors: Packs that a thread holds in registers.
+        threads: Threads a block.
+        blocks_per_sm: Blocks that fit on a multiprocessor: what the compiler may spend on registers.
+        wide: Elements a pack: 16 bytes of input, or 1.
+        congruent: Whether the input is at a multiple of 16 bytes where the output is.
+        overlap: Whether the launch may start before its predecessor in the stream has ended.
+        parts: Blocks that share a row: a cluster, or with ``cooperative`` a part of the grid.
+        cooperative: Whether all blocks run at once and wait for one another.
+        shared_vectors: Packs that a thread holds in shared memory besides.
+        streamed: Whether there is more than all that, which is read twice.
+    """
 
     rows: int
     team: int
@@ -104,7 +124,7 @@ class StridedPlan:
 def plan(problem: Problem, device: Device) -> RowPlan | StridedPlan:
     """Choose the launch: a pure function of the problem and the GPU."""
     rows_are_contiguous = problem.inner == 1 and (problem.strides[1] == 1 or problem.cols == 1)
-    if not rows_are_contiguous:
+    if not rows_are_contiguous or problem.cols > _MOST_COLS:
         return _plan_strided(problem, device)
     _, _, congruent = _alignment(problem)
     short = _SHORT_ROW_BYTES if congruent else _SHORT_UNALIGNED_BYTES
@@ -114,8 +134,11 @@ def plan(problem: Problem, device: Device) -> RowPlan | StridedPlan:
 
 
 def _alignment(problem: Problem) -> tuple[int, bool, bool]:
-    """Elements in 16 bytes of input; whether every row starts at a multiple of that; whether, where the
-    output is at such a multiple, the input is too."""
+    """Elements in 16 bytes of input, and two answers.
+
+    The first is whether all rows start at a multiple of 16 bytes. The second is whether input and output are in
+    step: wherever one is at such a multiple, so is the other.
+    """
     wide = _ACCESS_BYTES // ITEMSIZE[problem.dtype]
     x_start = problem.x_offset // ITEMSIZE[problem.dtype]
     out_start = problem.out_offset // ITEMSIZE[problem.out_dtype]

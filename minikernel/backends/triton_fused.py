@@ -348,8 +348,6 @@ def _obstacles() -> list[str]:
 
 
 def _reasons(problem: Problem) -> list[str]:
-    if _obstacles():
-        return []
     device = _device(problem)
     if not INTERPRETED and device.capability < _MIN_CAPABILITY:
         return [f"Triton needs compute capability 8.0; device {problem.index} has {device.capability / 10}"]
