@@ -338,6 +338,7 @@ class Torch(Framework):
         self.is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", lambda x: False)
         self.forward_ad = torch.autograd.forward_ad
         self.dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+        self.jit_trace = getattr(torch._C, "_get_tracing_state", lambda: None)
         self.any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
         # Absent from a build without CUDA, which has no tensors to use them for.
         self.raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
@@ -360,6 +361,8 @@ class Torch(Framework):
             raise TypeError("a quantized tensor has no path here: pass a dense one (x.dequantize())")
         if x.layout != torch.strided:
             raise TypeError(f"a {x.layout} tensor has no path here: pass a dense one (x.to_dense())")
+        if self.jit_trace() is not None or (self.dispatch_modes() and self._is_recording()):
+            raise NotImplementedError("a tracer can't record a kernel: trace the model without minikernel")
         if self.dispatch_modes() and type(torch.empty_like(x)) is not torch.Tensor:
             raise NotImplementedError(
                 "under this TorchDispatchMode tensors aren't real: there is nothing to compute"
@@ -370,7 +373,14 @@ class Torch(Framework):
             )
         if self.forward_ad._current_level >= 0 and self.forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError("the input carries a forward-mode tangent, which would be lost")
+        if x.device.type in ("cpu", "cuda") and x.numel() and not x.data_ptr():
+            raise ValueError("the input has no memory: its storage was freed or never allocated")
         return x.detach()
+
+    def _is_recording(self) -> bool:
+        """Whether make_fx or torch.export is recording what happens to tensors."""
+        modes = getattr(self.torch._C, "_TorchDispatchModeKey", None)
+        return modes is not None and self.torch._C._get_dispatch_mode(modes.PROXY) is not None
 
     def flaw(self, x: Any) -> str:
         return "PyTorch negates it lazily (x.is_neg())" if x.is_neg() else ""
@@ -484,9 +494,11 @@ class Torch(Framework):
             or self.is_wrapped(x)
             or self.forward_ad._current_level >= 0
             or self.dispatch_modes()
+            or self.jit_trace() is not None
+            or not (address := x.data_ptr())
         ):
             return None
-        return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() & 15
+        return x.dtype, x.shape, x.stride(), x.device, address & 15
 
     def effective_dtype(self, x: Any, dtype: Any) -> Any:
         if dtype is None and self.any_autocast() and x.device.type == "cuda":

@@ -247,7 +247,9 @@ def resolve(problem: Problem, backend: str = "auto", *, complete: bool = True) -
             try:
                 kernel = _prepare(chosen, target)
             except BackendUnavailable as error:
-                REGISTRY.mark_unavailable(chosen, target.index, str(error))
+                REGISTRY.mark_unavailable(
+                    chosen, target.index, str(error) or "it doesn't work here, and doesn't say why"
+                )
                 continue
             remember(_kernels, (chosen, target), kernel, generation)
         _warn_of_fallback(backends, problem, decision)

@@ -484,3 +484,23 @@ def test_a_backend_that_is_not_available_says_why(backend):
         softmax(np.zeros(3), backend=backend)
     for reason in info.reasons:
         assert reason in str(raised.value)
+
+
+def test_tracers_are_refused():
+    """They would record an empty output, and nothing of what fills it."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.randn(3, 4)
+    with pytest.raises(NotImplementedError, match="tracer"):
+        make_fx(lambda v: minikernel.softmax(v))(x)
+    with pytest.raises(NotImplementedError, match="tracer"):
+        torch.jit.trace(lambda v: minikernel.softmax(v), (x,))
+    assert minikernel.softmax(x).shape == x.shape
+
+
+def test_a_tensor_without_memory_is_refused():
+    minikernel.softmax(torch.randn(3, 4))  # so that the same shape is remembered
+    x = torch.randn(3, 4)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="no memory"):
+        minikernel.softmax(x)

@@ -601,3 +601,13 @@ import sys, numpy as np, minikernel
 minikernel.softmax(np.zeros(4)), minikernel.explain(np.zeros(4))
 print([name for name in ("torch", "cupy", "triton") if name in sys.modules])
 """).strip() == "[]"  # fmt: skip
+
+
+def test_a_backend_that_does_not_say_why_it_is_unavailable(registry):
+    def prepare(problem):
+        raise minikernel.BackendUnavailable
+
+    minikernel.register_backend(a_backend(name="silent", rank=1, prepare=prepare))
+    with pytest.warns(minikernel.FallbackWarning, match="silent"):
+        np.testing.assert_allclose(minikernel.softmax(np.ones(4, np.float32)), 0.25)
+    assert minikernel.list_backends()["silent"].reasons == ("it doesn't work here, and doesn't say why",)
