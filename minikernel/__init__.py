@@ -1,4 +1,4 @@
-"""``softmax(x)`` for any array, on the fastest kernel that this machine has."""
+"""``softmax(x)`` for any array, on the best kernel that this machine can run."""
 
 from .api import explain, log_softmax, softmax
 from .dispatch import Decision, FallbackWarning, use_backend
