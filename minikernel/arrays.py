@@ -183,7 +183,20 @@ class Framework:
         return dtype
 
 
-class NumPy(Framework):
+class _NumPyLike(Framework):
+    """What NumPy and CuPy arrays say of themselves in the same words."""
+
+    def geometry(self, x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return x.shape, tuple(s // x.itemsize for s in x.strides)
+
+    def footprint(self, x: Any) -> Footprint:
+        return Footprint.of(x.shape, x.strides, x.itemsize)
+
+    def dtype(self, x: Any) -> str:
+        return _plain_name(x.dtype)
+
+
+class NumPy(_NumPyLike):
     name = "numpy"
 
     def check(self, x: Any) -> np.ndarray:
@@ -197,15 +210,6 @@ class NumPy(Framework):
         if not x.flags.aligned:
             return f"its {x.itemsize}-byte elements aren't aligned in memory"
         return _odd_strides(x)
-
-    def geometry(self, x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return x.shape, tuple(s // x.itemsize for s in x.strides)
-
-    def footprint(self, x: Any) -> Footprint:
-        return Footprint.of(x.shape, x.strides, x.itemsize)
-
-    def dtype(self, x: Any) -> str:
-        return _plain_name(x.dtype)
 
     def device(self, x: Any) -> tuple[str, int]:
         return "cpu", 0
@@ -508,7 +512,7 @@ class Torch(Framework):
         return dtype
 
 
-class CuPy(Framework):
+class CuPy(_NumPyLike):
     name = "cupy"
 
     def __init__(self, cupy: Any) -> None:
@@ -516,15 +520,6 @@ class CuPy(Framework):
 
     def flaw(self, x: Any) -> str:
         return _odd_strides(x)
-
-    def geometry(self, x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return x.shape, tuple(s // x.itemsize for s in x.strides)
-
-    def footprint(self, x: Any) -> Footprint:
-        return Footprint.of(x.shape, x.strides, x.itemsize)
-
-    def dtype(self, x: Any) -> str:
-        return _plain_name(x.dtype)
 
     def device(self, x: Any) -> tuple[str, int]:
         return ("rocm" if self.cupy.cuda.runtime.is_hip else "cuda"), x.device.id

@@ -31,6 +31,7 @@ def view(shape: Sequence[int], strides: Sequence[int], dim: int) -> View | None:
 
 
 def contiguous_view(shape: Sequence[int], dim: int) -> View:
+    """See an array in C order as outer x cols x inner around ``dim``."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 1, 0, -1):
         strides[axis - 1] = strides[axis] * shape[axis]
@@ -110,7 +111,14 @@ class Footprint:
             "typestr": f"|V{self.itemsize}",
             "data": (address, True),
         }
-        return np.asarray(type("Interface", (), {"__array_interface__": interface})())
+        return np.asarray(_Exposed(interface))
+
+
+class _Exposed:
+    """Memory for NumPy to look at, described by the array interface."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
 
 
 def overlap(a: Footprint, a_address: int, b: Footprint, b_address: int) -> bool:

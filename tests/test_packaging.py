@@ -28,14 +28,19 @@ def test_importing_and_running_on_numpy_import_no_framework():
     assert not set(run(SOFTMAX_OF_ONES + report).split()) & set(FRAMEWORKS)
 
 
-@pytest.mark.parametrize("absent", [(name,) for name in FRAMEWORKS[:3]] + [FRAMEWORKS], ids="+".join)
-def test_works_without(absent):
+def reasons_after_softmax(**options):
+    """Why each backend can't run, in a fresh interpreter where softmax has worked."""
     output = run(
         f"{SOFTMAX_OF_ONES}"
         "import json; print(json.dumps({k: v.reasons for k, v in minikernel.list_backends().items()}))",
-        absent=absent,
+        **options,
     )
-    reasons = json.loads(output)
+    return json.loads(output)
+
+
+@pytest.mark.parametrize("absent", [(name,) for name in FRAMEWORKS[:3]] + [FRAMEWORKS], ids="+".join)
+def test_works_without(absent):
+    reasons = reasons_after_softmax(absent=absent)
     assert reasons["numpy"] == []
     for module, names in (("cupy", ("cuda-naive", "cuda-smem", "cuda-fused")), ("triton", ("triton-fused",))):
         if module in absent:
@@ -46,12 +51,7 @@ def test_works_without(absent):
 
 @pytest.mark.parametrize("value", ["", "-1"])
 def test_works_with_no_gpu_visible(value):
-    output = run(
-        f"{SOFTMAX_OF_ONES}"
-        "import json; print(json.dumps({k: v.reasons for k, v in minikernel.list_backends().items()}))",
-        CUDA_VISIBLE_DEVICES=value,
-    )
-    reasons = json.loads(output)
+    reasons = reasons_after_softmax(CUDA_VISIBLE_DEVICES=value)
     assert reasons.pop("numpy") == []
     assert set(reasons) >= {"cuda-naive", "cuda-smem", "cuda-fused", "triton-fused"}
     assert all(reasons.values())
