@@ -1,4 +1,4 @@
-"""``python -m minikernel``: what this machine can run, and what to install for the rest."""
+"""``python -m minikernel``: what this machine can run, and what to install for the rest; ``tune`` measures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from . import __version__, dispatch, driver, list_backends
+from . import __version__, dispatch, driver, list_backends, tuned
+from .console import print_table
 from .registry import REGISTRY
+from .tune import command as tune
 
 _DESCRIPTION = "What this machine can run, and what to install for the rest."
+_TUNE_DESCRIPTION = "Measure which backend is the fastest where on this GPU, for auto to go by."
 _PACKAGES = ("numpy", "torch", "cupy-cuda12x", "cupy-cuda13x", "triton", "ml_dtypes")
 _COLUMNS = ("backend", "runs here", "memory", "dtypes")
 
@@ -29,15 +32,26 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _gpus() -> list[dict[str, str]]:
-    """Model and compute capability of each visible GPU, from the driver: no framework is needed."""
+def _gpus() -> list[dict[str, Any]]:
+    """What is known of each visible GPU, from the driver and from tables: no framework is needed."""
     if driver.obstacles():
         return []
     found = []
     for index in range(driver.count()):
         major, minor = divmod(driver.device(index).capability, 10)
-        found.append({"model": driver.name(index), "compute_capability": f"{major}.{minor}"})
+        model = driver.name(index)
+        found.append({"model": model, "compute_capability": f"{major}.{minor}", **_measurements(model)})
     return found
+
+
+def _measurements(model: str) -> dict[str, Any]:
+    """The table of measurements that auto goes by on a GPU model, and what is wrong with others."""
+    found = tuned.search(model)
+    table = None
+    if found.table:
+        current = tuned.is_current(found.table)
+        table = {"path": str(found.path), "own": found.own, "date": found.table.date, "current": current}
+    return {"table": table, "table_faults": list(found.faults)}
 
 
 def _environment() -> dict[str, str | None]:
@@ -56,7 +70,9 @@ def survey() -> dict[str, Any]:
     """What this machine has and can run, as plain data ready for JSON.
 
     Returns:
-        ``versions`` (package -> version), ``gpus`` (a list of ``model`` and ``compute_capability``),
+        ``versions`` (package -> version), ``gpus`` (a list of ``model``, ``compute_capability``, the ``table`` of
+        measurements that auto goes by there, or None: its ``path``, whether it is the user's ``own``, its ``date``
+        and whether it is ``current``; and ``table_faults``, what is wrong with those that can't be used),
         ``environment`` (the ``backend`` that MINIKERNEL_BACKEND names and the ``error`` in that, or None) and
         ``backends`` (name -> the fields of :class:`minikernel.BackendInfo` and ``cures``, the commands
         that install what the backend misses; best first).
@@ -88,31 +104,29 @@ def _notes(backends: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:  # the library depends on numpy alone
-        widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-        for row in (_COLUMNS, tuple("-" * width for width in widths), *rows):
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for column, cells in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
-        longest = max(len(word) for text in (column, *cells) for word in text.split())
-        table.add_column(column, min_width=longest)  # a narrow terminal may break lines, but cuts no word
-    for name, runs, *rest in rows:
-        table.add_row(Text(name, "bold"), Text(runs, "green" if runs == "yes" else "red"), *rest)
-    Console().print(table, crop=False)
+def _table_notes(gpus: list[dict[str, Any]]) -> list[str]:
+    """What auto goes by on each model of GPU."""
+    lines = []
+    for gpu in {gpu["model"]: gpu for gpu in gpus}.values():
+        if table := gpu["table"]:
+            whose = f"your table {table['path']}" if table["own"] else "minikernel's table"
+            goes_by = f"{whose}, measured {table['date'][:10]}"
+            goes_by += "" if table["current"] else " with other kernels than these"
+        else:
+            goes_by = f"rank: there is no table for this model ({tuned.COMMAND} measures one)"
+        lines += [f"auto on {gpu['model']} goes by {goes_by}", *(f"  {fault}" for fault in gpu["table_faults"])]
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m minikernel", description=_DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    commands = parser.add_subparsers(dest="command", metavar="tune")
+    tune_parser = commands.add_parser("tune", help=_TUNE_DESCRIPTION, description=_TUNE_DESCRIPTION)
+    tune.add_arguments(tune_parser)
     options = parser.parse_args(arguments)
+    if options.command == "tune":
+        return tune.main(options, _versions())
 
     found = survey()
     if options.json:
@@ -121,11 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(", ".join(f"{package} {version}" for package, version in found["versions"].items()))
     gpus = [f"{gpu['model']} (compute capability {gpu['compute_capability']})" for gpu in found["gpus"]]
     print("GPU:", ", ".join(gpus) or "none")
+    for line in _table_notes(found["gpus"]):
+        print(line)
     if name := found["environment"]["backend"]:
         error = found["environment"]["error"]
         use = f"is wrong: {error}" if error else "decides for every call that names no backend"
         print(f"{dispatch.ENVIRONMENT_VARIABLE}={name} {use}")
-    _print_table(_rows(found["backends"]))
+    print_table(_COLUMNS, _rows(found["backends"]))
     print(*_notes(found["backends"]), sep="\n")
     return 0
 

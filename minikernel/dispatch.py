@@ -11,10 +11,13 @@ from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from .problem import Kernel, Problem
 from .registry import REGISTRY, Backend, BackendError, BackendUnavailable
+
+if TYPE_CHECKING:
+    from .tuned import Preference
 
 ENVIRONMENT_VARIABLE = "MINIKERNEL_BACKEND"
 
@@ -169,16 +172,18 @@ def _choose_auto(backends: Mapping[str, Backend], problem: Problem, complete: bo
     rejected: dict[str, tuple[str, ...]] = {}
     passed_over: list[str] = []
     chosen: str | None = None
-    for name, backend in backends.items():
+    preference = _preference(backends, problem)
+    for name in _in_order(backends, preference):
+        backend = backends[name]
         if reasons := REGISTRY.rejects(backend, problem):
             rejected[name] = tuple(reasons)
             if chosen is None and problem.device in backend.devices:
                 passed_over.append(name)
         elif chosen is not None:
-            rejected[name] = (f"{chosen} comes first under auto",)
+            rejected[name] = (_why_later(name, chosen, preference),)
         else:
             chosen = name
-            reason = _why_first(name, problem, passed_over, bool(rejected))
+            reason = _why_first(name, problem, passed_over, bool(rejected), preference)
             if not complete:
                 break
     if chosen is not None:
@@ -193,9 +198,42 @@ def _choose_auto(backends: Mapping[str, Backend], problem: Problem, complete: bo
     return Decision(None, "No backend can take this input.", rejected)
 
 
-def _why_first(name: str, problem: Problem, passed_over: list[str], others: bool) -> str:
+def _preference(backends: Mapping[str, Backend], problem: Problem) -> Preference | None:
+    """What was measured on the problem's GPU, if anything; warns once of a table that can't be used."""
+    if problem.device != "cuda":
+        return None
+    from . import tuned  # here, so that importing the library doesn't pay for it
+
+    if faults := tuned.find(problem.index).faults:
+        message = f"auto doesn't go by a table of measurements as it should: {'; '.join(faults)}"
+        _warn_once((problem.device, problem.index, "", faults), message)
+    return tuned.preferred(problem, tuple(backends))
+
+
+def _in_order(backends: Mapping[str, Backend], preference: Preference | None) -> list[str]:
+    """Names in the order in which auto asks: by rank, the preferred one in the place of the first measured."""
+    names = list(backends)
+    if preference:
+        first = next(name for name in names if name in preference.microseconds)
+        names.remove(preference.backend)
+        names.insert(list(backends).index(first), preference.backend)
+    return names
+
+
+def _why_later(name: str, chosen: str, preference: Preference | None) -> str:
+    measured = preference.against(name) if preference and preference.backend == chosen else ""
+    return measured or f"{chosen} comes first under auto"
+
+
+def _why_first(
+    name: str, problem: Problem, passed_over: list[str], others: bool, preference: Preference | None
+) -> str:
+    measured = preference.reason if preference and preference.backend == name else ""
     if passed_over:
-        return f"{name} comes first under auto among those that can take it, and not {', '.join(passed_over)}."
+        first = f"{name} comes first under auto among those that can take it, and not {', '.join(passed_over)}."
+        return f"{first} {measured}".rstrip()
+    if measured:
+        return measured
     if others:
         return f"The input is in {problem.device} memory; {name} comes first among the backends that work there."
     return f"{name} comes first under auto, and takes it."
@@ -283,9 +321,10 @@ def remember(cache: dict[_Key, _Value], key: _Key, value: _Value, generation: in
 
 
 def _warn_of_fallback(backends: Mapping[str, Backend], problem: Problem, decision: Decision) -> None:
+    where = problem.device, problem.index, decision.backend or ""
     if decision.fallback:
         message = f"{problem.op} runs on the host instead of the GPU:{describe_rejections(decision)}"
-        _warn_once(problem, decision, decision.passed_over, message)
+        _warn_once((*where, decision.passed_over), message)
         return
     faults = {name: tuple(REGISTRY.fault(backends[name], problem)) for name in decision.passed_over}
     if faults := {name: why for name, why in faults.items() if why}:
@@ -294,11 +333,11 @@ def _warn_of_fallback(backends: Mapping[str, Backend], problem: Problem, decisio
             for names, why in _grouped(faults)
         ]
         message = f"{decision.backend} is used because {', and '.join(causes)}"
-        _warn_once(problem, decision, tuple(faults), message)
+        _warn_once((*where, tuple(faults)), message)
 
 
-def _warn_once(problem: Problem, decision: Decision, instead_of: tuple[str, ...], message: str) -> None:
-    key = problem.device, problem.index, decision.backend or "", instead_of
+def _warn_once(key: tuple[str, int, str, tuple[str, ...]], message: str) -> None:
+    """Warn, unless the same was said of a device, the backend used there, and those it was used instead of."""
     with _lock:
         if key in _warned:
             return

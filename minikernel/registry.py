@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import entry_points
 
 from .problem import DTYPES, OPS, Kernel, Problem
 
@@ -67,7 +66,8 @@ class Backend:
     Attributes:
         name: What users call it; lower case, unique.
         rank: Order under ``auto``: the lowest rank that can take the input wins. The built-ins have
-            10 (cuda-fused), 20 (triton-fused), 30 (cuda-smem), 40 (cuda-naive) and 50 (numpy).
+            10 (cuda-fused), 20 (triton-fused), 30 (cuda-smem), 40 (cuda-naive) and 50 (numpy); among
+            the first two, a table of measurements may say otherwise.
         devices: Kinds of device whose memory it works on: ``"cpu"``, ``"cuda"``.
         dtypes: Names of the input dtypes that it takes, of float16, bfloat16, float32, float64.
         prepare: Makes a :class:`Kernel` for a :class:`Problem`; called once for each distinct problem
@@ -218,6 +218,8 @@ class Registry:
         self._changed()
 
     def _load_entry_points(self) -> None:
+        from importlib.metadata import entry_points  # here: it takes half as long as all else to import
+
         found: dict[str, Backend] = {}
         broken: dict[str, str] = {}
         for point in entry_points(group=ENTRY_POINT_GROUP):
@@ -269,6 +271,9 @@ class Registry:
         """All backends that loaded, by name, best first, as they are now: later changes don't show."""
         self._load()
         return self._backends
+
+    def is_builtin(self, name: str) -> bool:
+        return name in self._builtin
 
     def names(self) -> list[str]:
         """Names of all backends that loaded, best first."""

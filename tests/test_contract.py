@@ -354,7 +354,7 @@ def test_device_arrays_run_on_the_best_backend_under_auto(kind, failures):
         x = auto.array(randn(*shape))
         with failures.case(shape):
             auto.verify(x)
-            assert explain(x).backend == (None if 0 in shape else "cuda-fused")
+            assert explain(x).backend in ((None,) if 0 in shape else ("cuda-fused", "triton-fused"))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -7,7 +7,8 @@ from isolated import python, run
 
 import minikernel
 from minikernel import __main__ as command
-from minikernel import driver
+from minikernel import driver, tuned
+from minikernel.sources import source_hash
 
 AS_COMMAND = "import runpy; runpy.run_module('minikernel', run_name='__main__', alter_sys=True)"
 
@@ -59,16 +60,53 @@ def test_a_backend_that_failed_to_load_is_in_the_table(monkeypatch, capsys):
     assert "other: not here\n  its entry point failed\n" in text
 
 
-def test_gpus_come_from_the_driver(monkeypatch):
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine that seems to have two; tables are what a test puts in the dictionary that it gets."""
+    found = {}
     properties = driver.Device(capability=120, sm_count=1, shared_per_block=1, shared_per_sm=1, l2_bytes=1)
     monkeypatch.setattr(driver, "obstacles", list)
     monkeypatch.setattr(driver, "count", lambda: 2)
     monkeypatch.setattr(driver, "name", lambda index: f"GPU {index}")
     monkeypatch.setattr(driver, "device", lambda index: properties)
-    assert command.survey()["gpus"] == [
-        {"model": "GPU 0", "compute_capability": "12.0"},
-        {"model": "GPU 1", "compute_capability": "12.0"},
+    monkeypatch.setattr(tuned, "search", lambda model: found.get(model, tuned.Found()))
+    return found
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_come_from_the_driver():
+    no_table = {"compute_capability": "12.0", "table": None, "table_faults": []}
+    assert command.survey()["gpus"] == [{"model": "GPU 0", **no_table}, {"model": "GPU 1", **no_table}]
+
+
+def test_what_auto_goes_by_is_said(two_gpus, capsys, tmp_path):
+    table = tuned.Table("GPU 0", "2026-11-29T12:00:00+00:00", "", {}, source_hash(), ("cuda-fused",), {})
+    older = tuned.Table("GPU 1", "2026-11-30T12:00:00+00:00", "", {}, "0" * 16, ("cuda-fused",), {})
+    path = tmp_path / "gpu-0.json"
+
+    def said():
+        assert command.main([]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith("GPU: "))
+        return [line for line in lines[start + 1 :] if line.startswith(("auto on", "  x"))]
+
+    assert said() == [
+        f"auto on GPU {i} goes by rank: there is no table for this model (python -m minikernel tune measures one)"
+        for i in (0, 1)
     ]
+    two_gpus["GPU 0"] = tuned.Found(table, path, own=True)
+    two_gpus["GPU 1"] = tuned.Found(older, path, faults=("x can't be used",))
+    assert said() == [
+        f"auto on GPU 0 goes by your table {path}, measured 2026-11-29",
+        "auto on GPU 1 goes by minikernel's table, measured 2026-11-30 with other kernels than these",
+        "  x can't be used",
+    ]
+    one, two = command.survey()["gpus"]
+    assert one["table"] == {"path": str(path), "own": True, "date": table.date, "current": True}
+    assert (two["table"]["own"], two["table"]["current"]) == (False, False)
+    assert two["table_faults"] == ["x can't be used"]
+    assert command.main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"] == [one, two]
 
 
 @pytest.mark.parametrize("width", [10, 30, 45, 80])
@@ -112,3 +150,17 @@ def test_unknown_option_is_one_line_and_exit_2(capsys):
         command.main(["--jsn"])
     assert exit_.value.code == 2
     assert "--jsn" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_one_line_and_exit_2(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["tuna"])
+    assert exit_.value.code == 2
+    assert "'tuna'" in capsys.readouterr().err
+
+
+def test_help_names_the_command(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["--help"])
+    assert exit_.value.code == 0
+    assert "tune" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import pytest
 from isolated import ROOT, python, run
 
 import minikernel
+from minikernel.sources import source_hash
 
 FRAMEWORKS = ("torch", "cupy", "triton", "rich", "scipy", "ml_dtypes", "matplotlib")
 SOFTMAX_OF_ONES = """
@@ -181,10 +182,37 @@ def test_wheel_holds_the_package_and_its_kernels(wheel):
     assert "__init__.py" not in packaged, "kernels/ is data, not a package"
 
 
+TABLES = {
+    f"minikernel/tables/{path.name}": path.read_bytes() for path in (ROOT / "minikernel" / "tables").iterdir()
+}
+
+
+def test_wheel_and_sdist_hold_the_tables(wheel, sdist):
+    assert TABLES
+    files = contents(wheel)
+    assert {name: body for name, body in files.items() if name.startswith("minikernel/tables/")} == TABLES
+    assert {name: (sdist / name).read_bytes() for name in TABLES} == TABLES
+
+
 def test_wheel_works_without_being_a_checkout(wheel, tmp_path, numpy_alone):
     shutil.unpack_archive(wheel, tmp_path, "zip")
     package = tmp_path / "minikernel"
     assert locate(tmp_path, numpy_alone) == (package, package / "_kernels", SOURCES)
+
+
+def test_an_installed_table_is_found_and_is_of_the_installed_code(wheel, tmp_path, numpy_alone):
+    """A table that is measured in a checkout goes for the wheel that is built of it."""
+    shutil.unpack_archive(wheel, tmp_path, "zip")
+    code = f"""
+from minikernel import tuned
+from minikernel.sources import source_hash
+table = tuned.Table("A GPU", "", "", {{}}, {source_hash()!r}, ("cuda-fused",), {{}})
+(tuned.SHIPPED / tuned.file_name("A GPU")).write_text(table.dumps(), encoding="utf-8")
+found = tuned.search("A GPU")
+print(found.path.parent, tuned.is_current(found.table))
+"""
+    output = python("-S", "-c", code, path=(tmp_path, numpy_alone), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert output.split() == [str(tmp_path / "minikernel" / "tables"), "True"]
 
 
 def test_sdist_makes_the_same_wheel(wheel, sdist, tmp_path):

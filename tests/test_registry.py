@@ -361,7 +361,7 @@ class Point(types.SimpleNamespace):
 def points(monkeypatch):
     """Entry points for registries that haven't loaded yet."""
     found = []
-    monkeypatch.setattr(registry_module, "entry_points", lambda group: found)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found)
     return found
 
 
