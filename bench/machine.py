@@ -105,25 +105,53 @@ def cache_bytes() -> int:
 
 def usable_cores() -> int:
     """Physical cores that this process may run on: hyperthreads of one core count once."""
+    return len(_one_of_each_core())
+
+
+def _one_of_each_core() -> list[int]:
+    """A hyperthread of each physical core that this process may run on."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     siblings = Path("/sys/devices/system/cpu")
-    cores = set()
-    for cpu in usable:
+    cores: dict[str, int] = {}
+    for cpu in sorted(usable):
         try:
-            cores.add((siblings / f"cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii"))
+            core = (siblings / f"cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
         except OSError:
-            cores.add(str(cpu))
-    return max(1, len(cores))
+            core = str(cpu)
+        cores.setdefault(core, cpu)
+    return list(cores.values())
 
 
-def cpu() -> dict[str, Any]:
-    """The ``cpu`` object of a result: model, usable cores, and PyTorch's threads (None without PyTorch)."""
+def can_limit(cores: int) -> str | None:
+    """Why this process can't keep to so many cores, or None."""
+    if not hasattr(os, "sched_setaffinity"):
+        return "this system can't keep a process to some cores"
+    usable = usable_cores()
+    return None if 1 <= cores <= usable else f"the cores that may be used here are {usable}"
+
+
+@contextmanager
+def limited_to(cores: int) -> Iterator[None]:
+    """Keep this thread, and those that it starts, to so many physical cores; 0 leaves things as they are."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, _one_of_each_core()[:cores])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def cpu(framework: str = "torch") -> dict[str, Any]:
+    """The ``cpu`` object of a result: model, usable cores, and PyTorch's threads (None where it isn't used)."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists() and (match := re.search(r"model name\s*:\s*(.+)", info.read_text(encoding="utf-8"))):
         model = match[1].strip()
     threads = None
-    if has_torch():
+    if framework == "torch" and has_torch():
         import torch
 
         threads = torch.get_num_threads()
@@ -187,6 +215,7 @@ def versions() -> dict[str, str]:
         "torch": ("torch",),
         "triton": ("triton",),
         "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
+        "scipy": ("scipy",),
         "nvrtc": ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"),
     }.items():
         for distribution in distributions:

@@ -15,17 +15,19 @@ from minikernel import BackendError
 from minikernel.problem import ITEMSIZE
 
 from .buffers import PLACEMENTS, Buffers
-from .peers import COPY, Impl
+from .peers import AUTO, COPY, TORCH, Impl
 from .records import OK, Record
 from .reference import Reference, Verdict
 from .shapes import DTYPES, Case, Task
 from .spaces import Space
-from .timing import GraphTimer, Launch, Turn, host_seconds, once
+from .timing import BRIEF_REPLAY_SECONDS, REPLAY_SECONDS, GraphTimer, Launch, Turn, host_seconds, once
 
 #: A single call longer than this isn't worth timing.
 SLOW_SECONDS = {"cuda": 0.05, "cpu": 0.1}
 #: How long host time is measured; on a CPU it is all there is.
 _HOST_SECONDS = {"cuda": 0.03, "cpu": 0.1}
+#: How long the replays of a graph are measured, and where there are hundreds of points.
+_DEVICE_SECONDS, _BRIEF_SECONDS = 0.04, 0.012
 #: From this many elements up, a CPU's time per element predicts that of larger arrays.
 _PREDICTIVE_ELEMENTS = 1 << 16
 
@@ -96,13 +98,23 @@ class Bench:
 
     def _measure(self, op: str, subject: _Subject) -> Iterator[Record]:
         """A record for each implementation; those whose results are right take turns for their host times."""
-        tried = [self._try(impl, op, subject) for impl in self.impls]
+        task = subject.task
+        tried = [self._try(impl, op, subject) for impl in self._taking_part(task.case)]
         trials = [trial for trial in tried if isinstance(trial, _Trial)]
-        turns = [trial.turn for trial in trials]
-        limit = _HOST_SECONDS[self.space.device]
-        found = dict(zip(map(id, trials), host_seconds(turns, self.space.synchronize, limit), strict=True))
+        hosts: list[float | Exception | None] = [None] * len(trials)
+        if task.case.scope != "brief" or self.space.device == "cpu":
+            turns = [trial.turn for trial in trials]
+            hosts = [*host_seconds(turns, self.space.synchronize, _HOST_SECONDS[self.space.device])]
+        found = dict(zip(map(id, trials), hosts, strict=True))
         for trial in tried:
-            yield trial if isinstance(trial, Record) else self._timed(trial, op, subject.task, found[id(trial)])
+            yield trial if isinstance(trial, Record) else self._timed(trial, op, task, found[id(trial)])
+
+    def _taking_part(self, case: Case) -> Sequence[Impl]:
+        """Everyone, or for a brief look auto; without it, those that were named."""
+        if case.scope != "brief":
+            return self.impls
+        autos = [impl for impl in self.impls if impl.name == AUTO]
+        return autos or [impl for impl in self.impls if impl.name not in (COPY, TORCH)]
 
     def _try(self, impl: Impl, op: str, subject: _Subject) -> _Trial | Record:
         task = subject.task
@@ -113,10 +125,11 @@ class Bench:
         except Exception as error:
             return record(impl.name, op, task, status=status_of(error))
 
-    def _timed(self, trial: _Trial, op: str, task: Task, host: float | Exception) -> Record:
+    def _timed(self, trial: _Trial, op: str, task: Task, host: float | Exception | None) -> Record:
         if isinstance(host, Exception):
             return record(trial.impl.name, op, task, status=status_of(host))
-        self._remember_pace(trial.impl, op, task, host)
+        if host is not None:
+            self._remember_pace(trial.impl, op, task, host)
         return record(trial.impl.name, op, task, trial.kernel, host, trial.verdict)
 
     def _not_worth_trying(self, impl: Impl, op: str, task: Task) -> str | None:
@@ -151,13 +164,14 @@ class Bench:
 
         kernel = None
         if self.space.device == "cuda":
-            timer = GraphTimer(into, len(buffers), first)
+            brief = task.case.scope == "brief"
+            timer = GraphTimer(into, len(buffers), first, BRIEF_REPLAY_SECONDS if brief else REPLAY_SECONDS)
             buffers.poison()
             timer.replay()
             replayed = subject.reference.check(op, timer.results[0])
             if replayed.fault:
                 return failed(replayed, f"wrong: {replayed.fault} in a CUDA graph")
-            kernel = timer.seconds()
+            kernel = timer.seconds(_BRIEF_SECONDS if brief else _DEVICE_SECONDS)
             del timer
         return _Trial(impl, kernel, Turn(impl.eager(op, dim), buffers.inputs, first), verdict)
 

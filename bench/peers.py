@@ -11,7 +11,8 @@ import minikernel
 
 #: Every run times these beside the backends.
 COPY, TORCH = "copy", "F.softmax"
-_COMPILED = "torch.compile"
+#: What a call that names no backend runs.
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,42 @@ def torch_compile() -> Impl:
     def into(op: str, x: Any, dim: int, out: Any) -> Any:
         return compiled[op](x, dim=dim)
 
-    return Impl(_COMPILED, into, lambda op, dim: partial(compiled[op], dim=dim))
+    return Impl("torch.compile", into, lambda op, dim: partial(compiled[op], dim=dim))
 
 
-#: Peers that ``--peers`` adds; each needs PyTorch.
-OPTIONAL: dict[str, Callable[[], Impl]] = {"compile": torch_compile}
+def scipy_softmax() -> Impl:
+    """``scipy.special.softmax``, of NumPy arrays; it has no ``out``."""
+    from scipy import special
+
+    functions = {"softmax": special.softmax, "log_softmax": special.log_softmax}
+
+    def into(op: str, x: Any, dim: int, out: Any) -> Any:
+        return functions[op](x, axis=dim)
+
+    return Impl(SCIPY, into, lambda op, dim: partial(functions[op], axis=dim))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Someone whom ``--peers`` adds.
+
+    Attributes:
+        name: As records have it.
+        package: What must be installed.
+        framework: Whose arrays it takes, ``"torch"`` or ``"numpy"``; the whole run is on such.
+        make: Makes it.
+    """
+
+    name: str
+    package: str
+    framework: str
+    make: Callable[[], Impl]
+
+
+SCIPY = "scipy.special.softmax"
+OPTIONAL = {
+    "compile": Peer("torch.compile", "torch", "torch", torch_compile),
+    "scipy": Peer(SCIPY, "scipy", "numpy", scipy_softmax),
+}
 #: As records have them.
-OPTIONAL_NAMES = (_COMPILED,)
+OPTIONAL_NAMES = tuple(peer.name for peer in OPTIONAL.values())

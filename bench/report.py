@@ -16,26 +16,17 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # as a script, bench/ is on the path and the root isn't
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.peers import COPY, TORCH
-from bench.records import OK, Record, Results, load
-from bench.shapes import DTYPES, TABLE
+from bench import cliffs
+from bench.peers import AUTO, COPY, TORCH
+from bench.records import OK, Figure, Record, Results, load
+from bench.rows import Row, Rows, in_full, is_of_the_host, rows_of, usual
+from bench.shapes import DEFAULT_DTYPES, DTYPES, TABLE, grid_tasks, last
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 #: Columns of the Markdown tables, in this order; others follow in the order of the records.
-_ORDER = (COPY, TORCH, "auto", "cuda-fused", "triton-fused", "cuda-smem", "cuda-naive")
-
-#: One task's records by implementation.
-Row = dict[str, Record]
-
-
-def rows_of(records: Iterable[Record]) -> dict[tuple[str, str, str, str], Row]:
-    """Records by (op, dtype, layout, case), then by implementation, in the order in which they came."""
-    rows: dict[tuple[str, str, str, str], Row] = {}
-    for record in records:
-        rows.setdefault(record.task, {})[record.impl] = record
-    return rows
+_ORDER = (COPY, TORCH, AUTO, "cuda-fused", "triton-fused", "cuda-smem", "cuda-naive")
 
 
 def names_of(rows: Iterable[Row]) -> list[str]:
@@ -95,7 +86,7 @@ def _count(number: int, what: str) -> str:
 _DISTURBED = 2
 
 
-def disturbance(rows: dict[tuple[str, str, str, str], Row]) -> str | None:
+def disturbance(rows: Rows) -> str | None:
     """The sentence about the row whose copy was slowest beside something that moves the same bytes, if any was."""
     found = []
     for (_, dtype, layout, case), row in rows.items():
@@ -107,6 +98,38 @@ def disturbance(rows: dict[tuple[str, str, str, str], Row]) -> str | None:
     if times <= _DISTURBED:
         return None
     return f"Don't trust these figures: at {what} time. Something else was running; measure again when it isn't."
+
+
+def brief_lines(rows: Rows) -> list[str]:
+    """A line for each run of neighbors of which only the device time was asked for: its shortest and longest."""
+    lines = []
+    full = in_full(rows)
+    brief = {task: row for task, row in rows.items() if task not in full}
+    for op, dtype in dict.fromkeys((op, dtype) for op, dtype, _, _ in brief):
+        for name, cases in cliffs.series().items():
+            found = [brief.get((op, dtype, "contiguous", case), {}) for case in cases]
+            for impl in names_of(found):
+                times = [us for row in found if impl in row and (us := row[impl].kernel_us)]
+                if times:
+                    span = f"{significant(min(times))} to {significant(max(times))} µs"
+                    lines.append(f"{label(impl, op)}, {dtype}, {name}: {span} ({len(times)} points)")
+    return lines
+
+
+def figure_lines(figures: Iterable[Figure]) -> list[str]:
+    """A line for each name: its largest value, and where that is."""
+    largest: dict[str, Figure] = {}
+    for figure in figures:
+        if figure.name not in largest or figure.value > largest[figure.name].value:
+            largest[figure.name] = figure
+    return [
+        f"{name}: {figure.value:,.4g}" + "".join(f" {text}" for text in (figure.unit, _aside(figure.where)) if text)
+        for name, figure in largest.items()
+    ]
+
+
+def _aside(text: str) -> str:
+    return f"({text})" if text else ""
 
 
 def reading_order(dtype: str) -> tuple[int, str]:
@@ -131,7 +154,7 @@ _COLORS: tuple[tuple[str, str], ...] = (("wrong", "bold red"), ("–", "dim"), (
 
 
 def print_tables(results: Results, console: Console, absent: Mapping[str, str]) -> None:
-    """A table for each op, dtype and layout, then the reasons for what is missing in them.
+    """A table for each op, dtype and layout, and who was measured; then the reasons for what is missing in them.
 
     Args:
         absent: Who wasn't measured at all -> why not.
@@ -142,13 +165,13 @@ def print_tables(results: Results, console: Console, absent: Mapping[str, str]) 
 
     on_gpu = bool(results.header.get("gpu"))
     console.print(Text(machine_line(results.header)), soft_wrap=True)
-    groups: dict[tuple[str, str, str], list[tuple[str, Row]]] = {}
-    for (op, dtype, layout, case), row in rows_of(results.records).items():
-        groups.setdefault((op, dtype, layout), []).append((case, row))
+    groups: dict[tuple[str, str, str, frozenset[str]], list[tuple[str, Row]]] = {}
+    for (op, dtype, layout, case), row in in_full(rows_of(results.records)).items():
+        groups.setdefault((op, dtype, layout, frozenset(row)), []).append((case, row))
     threads = (results.header.get("cpu") or {}).get("threads")
     unit = "device time in µs" if on_gpu else "host time in µs"
     unit += f", {_count(threads, 'thread')}" if threads and not on_gpu else ""
-    for (op, dtype, layout), rows in groups.items():
+    for (op, dtype, layout, _), rows in groups.items():
         names = names_of(row for _, row in rows)
         title = f"{op}, {dtype}" + ("" if layout == "contiguous" else f", {layout}")
         table = Table(
@@ -168,6 +191,8 @@ def print_tables(results: Results, console: Console, absent: Mapping[str, str]) 
             styles = (next((style for start, style in _COLORS if text.startswith(start)), "") for text in cells[1:])
             table.add_row(Text(cells[0]), *(Text(*cell) for cell in zip(cells[1:], styles, strict=True)))
         console.print(table, crop=False)
+    for line in [*brief_lines(rows_of(results.records)), *figure_lines(results.figures)]:
+        console.print(Text(line), soft_wrap=True)
     for line in remarks(record for record in results.records if record.impl not in absent):
         console.print(Text(line, "bold red" if ": wrong: " in line else ""), soft_wrap=True)
     if warning := disturbance(rows_of(results.records)):
@@ -208,10 +233,13 @@ def markdown(results: Results, op: str = "softmax", table_only: bool = False) ->
     """
     wanted = {(t.dtype, f"{t.rows}x{t.cols}"): i for i, t in enumerate(TABLE)}
     table_only = table_only and any((r.dtype, r.case) in wanted for r in results.records)
-    rows: dict[tuple[str, str, str, str], Row] = {
+    gpu = results.header.get("gpu")
+    measured = {task: row for task, row in rows_of(results.records).items() if task[0] == op}
+    rows: Rows = {
         (of, dtype, layout, case): row
-        for (of, dtype, layout, case), row in rows_of(results.records).items()
-        if of == op and (not table_only or (layout == "contiguous" and (dtype, case) in wanted))
+        for (of, dtype, layout, case), row in in_full(measured).items()
+        if not (gpu and is_of_the_host(row))
+        and (not table_only or (layout == "contiguous" and (dtype, case) in wanted))
     }
     if table_only:
         rows = dict(sorted(rows.items(), key=lambda item: wanted[item[0][1], item[0][3]]))
@@ -219,7 +247,6 @@ def markdown(results: Results, op: str = "softmax", table_only: bool = False) ->
         rows = dict(sorted(rows.items(), key=lambda item: (item[0][2], *reading_order(item[0][1]))))
     if not rows:
         return f"No records of {op}.\n"
-    gpu = results.header.get("gpu")
     # Host backends have no place in a table of device times.
     on_host = {r.impl for row in rows.values() for r in row.values() if r.status == OK and not r.kernel_us}
     shown = [name for name in names_of(rows.values()) if not gpu or name not in on_host]
@@ -232,10 +259,39 @@ def markdown(results: Results, op: str = "softmax", table_only: bool = False) ->
     parts = [f"{what}; {machine_line(results.header)}.", _markdown_table(head, body, 2)]
     if warning := disturbance(rows):
         parts.append(warning)
-    elif gpu and (line := _geometric_mean(rows.values(), op)):
+    elif gpu and (line := _geometric_mean(usual(rows).values(), op)):
         parts.append(line)
     parts += _host_lines(rows.values()) if gpu else []
+    if table_only:
+        parts += _strided_table(measured, op)
     return "\n\n".join(parts) + "\n"
+
+
+def _strided_table(rows: Rows, op: str) -> list[str]:
+    """Strided input against the same rows contiguous, where both were measured: a sentence and a table."""
+    found: dict[tuple[str, str], tuple[float, Row]] = {}
+    for task in grid_tasks("strided", DEFAULT_DTYPES):
+        row = rows.get((op, task.dtype, task.layout, task.case.name), {})
+        floor = rows.get((op, task.dtype, "contiguous", last(task.case).name), {}).get(AUTO)
+        if (task.layout, task.case.dim) != ("contiguous", -1) and row and floor and floor.kernel_us:
+            name = task.case.name if task.layout == "contiguous" else f"{task.case.name} {task.layout}"
+            found[task.dtype, name] = floor.kernel_us, row
+    if not found:
+        return []
+    names = [name for name in names_of(row for _, row in found.values()) if name != COPY]
+    head = ["dtype", "shape", "contiguous µs", *(label(name, op) for name in names)]
+    body = [
+        [dtype, case, significant(floor), *(_over_floor(row.get(name), floor) for name in names)]
+        for (dtype, case), (floor, row) in found.items()
+    ]
+    what = "Strided input: device time as a multiple of what `auto` takes for as many rows, contiguous."
+    return [what, _markdown_table(head, body, 2)]
+
+
+def _over_floor(record: Record | None, floor: float) -> str:
+    if record is None:
+        return ""
+    return significant(record.kernel_us / floor) if record.kernel_us else short_status(record.status)
 
 
 def _markdown_cell(row: Row, name: str) -> str:
@@ -280,7 +336,7 @@ def plots(results: Results, folder: Path) -> list[Path]:
 
     folder.mkdir(exist_ok=True)
     groups: dict[tuple[str, str], list[Row]] = {}
-    for (op, dtype, layout, _), row in rows_of(results.records).items():
+    for (op, dtype, layout, _), row in usual(in_full(rows_of(results.records))).items():
         if layout == "contiguous":
             groups.setdefault((op, dtype), []).append(row)
     written = []

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
+from typing import Any
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 DEFAULT_DTYPES = DTYPES[:3]
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "offset")
+CONTIGUOUS = LAYOUTS[:1]
+#: Who is measured, fewest first: ``auto`` and no host time, what works on device memory, everyone.
+SCOPES = ("brief", "device", "all")
 
 #: float64 on a named grid stops here: beyond, it says nothing that the narrower dtypes don't.
 FLOAT64_ELEMENTS = 1 << 26
@@ -25,12 +29,18 @@ class Case:
         dim: The reduced axis, as a caller would pass it.
         dtypes: The dtypes that it is meant for; empty means any.
         label: Name of the array, where it comes from a file.
+        layouts: The memory layouts that it is meant for; empty means any, contiguous if none is asked for.
+        scope: Who is measured on it, of :data:`SCOPES`.
+        cores: How many of the CPU's cores may be used; 0 for all.
     """
 
     shape: tuple[int, ...]
     dim: int = -1
     dtypes: tuple[str, ...] = ()
     label: str = ""
+    layouts: tuple[str, ...] = ()
+    scope: str = "all"
+    cores: int = 0
 
     @property
     def cols(self) -> int:
@@ -46,9 +56,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """How reports write it: ``512x600``, ``8x1000x64x64@1``, ``logits 48x30522``."""
+        """How reports write it: ``512x600``, ``8x1000x64x64@1``, ``logits 48x30522``, ``2 cores 512x600``."""
         text = _extents(self.shape) + ("" if self.dim == -1 else f"@{self.dim}")
-        return f"{self.label} {text}" if self.label else text
+        text = f"{self.label} {text}" if self.label else text
+        cores = f"{self.cores} core{'' if self.cores == 1 else 's'} " if self.cores else ""
+        return cores + text
 
 
 @dataclass(frozen=True)
@@ -97,9 +109,34 @@ TABLE = (
 )
 
 
-def _cases(rows: Sequence[int], cols: Sequence[int]) -> tuple[Case, ...]:
-    return tuple(Case(shape) for shape in product(rows, cols))
+#: Lengths around which kernels change hands: 1020 to 1030 and so on, for this many rows.
+CLIFF_LENGTHS = tuple(range(power - 4, power + 7) for power in (1024, 2048, 4096, 8192, 16384))
+CLIFF_EXTENT = 4096
+#: Row counts, for rows of that length.
+CLIFF_ROWS = range(1, 301)
+CLIFF_DTYPES = ("float32", "bfloat16")
 
+#: The grid `host` is for so many of the CPU's cores.
+HOST_CORES = 2
+HOST_DTYPES = ("float32", "float64")
+FEW_DTYPES = ("float32", "bfloat16")
+FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def _cases(rows: Iterable[int], cols: Iterable[int], **fields: Any) -> tuple[Case, ...]:
+    return tuple(Case(shape, **fields) for shape in product(rows, cols))
+
+
+def last(case: Case) -> Case:
+    """As many softmaxes, over as many elements, with neighbors in memory reduced."""
+    return Case((case.rows, case.cols), scope=case.scope)
+
+
+# Other axes than the last.
+_OTHER_AXES = tuple(
+    Case(shape, dim, scope="device")
+    for shape, dim in (((8192, 8192), 0), ((4096, 4096), 0), ((32, 81, 15130), 1), ((8, 1000, 64, 64), 1))
+)
 
 GRIDS: dict[str, tuple[Case, ...]] = {
     # The lab's sweep over the batch at V=600.
@@ -121,12 +158,48 @@ GRIDS: dict[str, tuple[Case, ...]] = {
     # Mixture-of-experts routers: a short row for each token.
     "routers": _cases((4096, 16384, 65536, 262144), (8, 16, 32, 64, 128, 256)),
     "table": tuple(Case((t.rows, t.cols), dtypes=(t.dtype,)) for t in TABLE),
+    # Read where it lies, and for each the same problem over the last axis of a contiguous array.
+    "strided": (
+        *_OTHER_AXES,
+        Case((8192, 8192), layouts=("sliced", "expanded", "transposed"), scope="device"),
+        *map(last, _OTHER_AXES),
+    ),
+    # Few rows, too long for one multiprocessor each.
+    "few": _cases(FEW_ROWS, (32000, 50257, 128256, 262144, 1048576), dtypes=FEW_DTYPES, scope="device"),
+    # Neighboring lengths and row counts, whose times should be neighbors too.
+    "cliffs": (
+        *_cases((CLIFF_EXTENT,), chain(*CLIFF_LENGTHS), dtypes=CLIFF_DTYPES, scope="brief"),
+        *_cases(CLIFF_ROWS, (CLIFF_EXTENT,), dtypes=CLIFF_DTYPES, scope="brief"),
+    ),
+    # For the numpy backend beside SciPy's.
+    "host": (
+        *(
+            Case(shape, dtypes=HOST_DTYPES)
+            for shape in (
+                (1, 8),
+                (512, 600),
+                (4096, 64),
+                (1, 128256),
+                (8, 128256),
+                (4096, 1024),
+                (8192, 2048),
+                (64, 151936),
+            )
+        ),
+        Case((2048, 2048), 0, HOST_DTYPES),
+        Case((32, 81, 1513), 1, HOST_DTYPES),
+        Case((2048, 2048), dtypes=HOST_DTYPES, layouts=("transposed",)),
+    ),
     # Small enough for a CPU, and still one of each kind.
     "quick": tuple(
         Case(shape) for shape in ((512, 600), (1, 128256), (8, 32000), (16, 50257), (1024, 1024), (4096, 64))
     ),
 }
-GRIDS["all"] = tuple(case for grid in ("lab", "llm", "attention", "routers", "table") for case in GRIDS[grid])
+#: The grids that stand for what softmax is used for, and those that look for weak spots.
+USUAL = ("table", "lab", "llm", "attention", "routers")
+PROBES = ("few", "strided", "cliffs")
+# What matters most comes first: a run may end with its budget.
+GRIDS["all"] = tuple(case for grid in (*USUAL, *PROBES) for case in GRIDS[grid])
 
 
 @dataclass(frozen=True)
@@ -166,17 +239,31 @@ def _extents(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "()"
 
 
-def grid_tasks(grid: str, dtypes: Sequence[str], layouts: Sequence[str] = ("contiguous",)) -> list[Task]:
-    """The tasks of a named grid, each once.
+def grid_tasks(grid: str, dtypes: Sequence[str], layouts: Sequence[str] = ()) -> list[Task]:
+    """The tasks of a named grid, each once, for the widest scope that it has there.
 
     float64 covers the shapes up to :data:`FLOAT64_ELEMENTS`; in ``all``, only those of ``table``.
+
+    Args:
+        layouts: Keep to these; by default each case comes in its own, or contiguous.
     """
-    cases = []
-    for case in GRIDS[grid]:
-        cases += [(case, dtype) for dtype in dtypes if not case.dtypes or dtype in case.dtypes]
+    cases = [(case, dtype) for case in GRIDS[grid] for dtype in dtypes if not case.dtypes or dtype in case.dtypes]
     if "float64" in dtypes:
         wide = GRIDS["table"] if grid == "all" else GRIDS[grid]
         cases = [(case, dtype) for case, dtype in cases if dtype != "float64"]
         cases += [(case, "float64") for case in wide if case.elements <= FLOAT64_ELEMENTS]
-    tasks = [Task(Case(case.shape, case.dim), dtype, layout) for case, dtype in cases for layout in layouts]
-    return list(dict.fromkeys(tasks))
+    tasks: dict[tuple[tuple[int, ...], int, str, str], Task] = {}
+    for case, dtype in cases:
+        for layout in _layouts_of(case, layouts):
+            task = Task(Case(case.shape, case.dim, scope=case.scope), dtype, layout)
+            key = case.shape, case.dim, dtype, layout
+            known = tasks.get(key)
+            if known is None or SCOPES.index(known.case.scope) < SCOPES.index(case.scope):
+                tasks[key] = task
+    return list(tasks.values())
+
+
+def _layouts_of(case: Case, asked: Sequence[str]) -> Sequence[str]:
+    if not asked:
+        return case.layouts or CONTIGUOUS
+    return [layout for layout in asked if not case.layouts or layout in case.layouts]

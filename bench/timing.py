@@ -12,6 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 REPLAY_SECONDS = 2.5e-3
+#: Enough for a point of which there are hundreds.
+BRIEF_REPLAY_SECONDS = 1e-3
 MAX_LAUNCHES = 2000
 #: What a synchronized launch costs beside its device time, at least; and no kernel is faster than the other.
 _LAUNCH_SECONDS, _FASTEST_SECONDS = 12e-6, 1.5e-6
@@ -94,15 +96,22 @@ def _median_seconds(turn: Turn, calls: int) -> float:
 
 
 class GraphTimer:
-    """A CUDA graph of many launches over rotating buffers; build it, check what it writes, then time it."""
+    """A CUDA graph of many launches over rotating buffers; build it, check what it writes, then time it.
 
-    def __init__(self, launch: Launch, buffers: int, first: float) -> None:
+    Args:
+        launch: Takes the number of a buffer.
+        buffers: How many there are.
+        first: What :func:`once` gave.
+        replay: About how many seconds one replay is to take.
+    """
+
+    def __init__(self, launch: Launch, buffers: int, first: float, replay: float = REPLAY_SECONDS) -> None:
         import torch
 
         self._cuda: Any = torch.cuda
         estimate = max(first - _LAUNCH_SECONDS, _FASTEST_SECONDS)
         # One round over all buffers keeps the data cold; slow kernels get as many as 30 ms hold.
-        wanted = math.ceil(REPLAY_SECONDS / estimate)
+        wanted = math.ceil(replay / estimate)
         whole_round = min(buffers, math.ceil(0.03 / estimate))
         self.launches = max(min(wanted, MAX_LAUNCHES), whole_round, 2)
         self._graph = self._cuda.CUDAGraph()

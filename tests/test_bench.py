@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,29 +17,31 @@ from importlib.util import module_from_spec, spec_from_file_location
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 import minikernel
 from minikernel import Backend, Kernel, Problem, list_backends, register_backend, unregister_backend
+from minikernel.backends import numpy_blocked
 
 ROOT = Path(__file__).resolve().parents[1]
 if not (ROOT / "bench" / "run.py").exists():
     pytest.skip("the bench is part of the checkout, not of the package", allow_module_level=True)
 pytest.importorskip("rich")
 
-from bench import check, inputs, machine, peers, report, run, shapes, timing  # noqa: E402
+from bench import extras, figures, inputs, machine, peers, report, run, shapes, timing  # noqa: E402
 from bench.buffers import Buffers, lay_out  # noqa: E402
 from bench.measure import Bench  # noqa: E402
-from bench.records import Record, Results, load  # noqa: E402
+from bench.records import Figure, Record, Results, load  # noqa: E402
 from bench.reference import Reference  # noqa: E402
+from bench.rows import rows_of, usual  # noqa: E402
 from bench.shapes import LAYOUTS, Case, Task, grid_tasks, parse_shape  # noqa: E402
-from bench.sources import source_files, source_hash  # noqa: E402
 from bench.spaces import NumPySpace, Space, TorchSpace  # noqa: E402
+from minikernel.sources import source_files, source_hash  # noqa: E402
 
-HEADER_KEYS = {"schema", "date", "seed", "source_hash", "command", "gpu", "cpu", "versions", "records"}
+HEADER_KEYS = {"schema", "date", "seed", "source_hash", "command", "gpu", "cpu", "versions", "figures", "records"}
 RECORD_KEYS = {
     "op",
     "impl",
@@ -129,6 +132,50 @@ def test_grids_hold_what_the_project_promises() -> None:
     assert all(target.reach >= 1 for target in shapes.TABLE)
 
 
+def test_everything_is_measured_once_and_the_table_first() -> None:
+    tasks = grid_tasks("all", shapes.DEFAULT_DTYPES)
+    keys = [(task.case.name, task.dtype, task.layout) for task in tasks]
+    assert len(set(keys)) == len(keys)
+    table = [(f"{t.rows}x{t.cols}", t.dtype, "contiguous") for t in shapes.TABLE]
+    assert set(keys[: len(table)]) == set(table)
+    scopes = {key: task.case.scope for key, task in zip(keys, tasks, strict=True)}
+    assert scopes["4096x1024", "bfloat16", "contiguous"] == "all"  # in attention and in cliffs
+    assert scopes["64x4096", "bfloat16", "contiguous"] == "brief"
+    assert scopes["2x32000", "float32", "contiguous"] == "device"
+    order = [shapes.SCOPES.index(task.case.scope) for task in tasks]
+    assert order == sorted(order, reverse=True)
+
+
+def test_strided_input_comes_with_the_same_rows_contiguous() -> None:
+    tasks = grid_tasks("strided", shapes.DEFAULT_DTYPES)
+    here = {(task.case.name, task.dtype, task.layout) for task in tasks}
+    assert here >= {(shapes.last(task.case).name, task.dtype, "contiguous") for task in tasks}
+    names = {(case, layout) for case, _, layout in here}
+    assert names >= {("8192x8192", layout) for layout in ("sliced", "expanded", "transposed", "contiguous")}
+    others = ("32x81x15130@1", "484160x81", "8x1000x64x64@1", "32768x1000", "4096x4096@0", "4096x4096")
+    assert names >= {(case, "contiguous") for case in others}
+
+
+def test_layouts_that_are_asked_for_come_alone() -> None:
+    transposed = grid_tasks("strided", ("float32",), ("transposed",))
+    assert {task.layout for task in transposed} == {"transposed"}
+    assert {"8192x8192", "8192x8192@0"} <= {task.case.name for task in transposed}
+    own = {task.layout for task in grid_tasks("strided", ("float32",)) if task.case.name == "8192x8192"}
+    assert own == {"contiguous", "sliced", "expanded", "transposed"}
+
+
+@pytest.mark.parametrize("task", grid_tasks("strided", ("float32",)), ids=lambda t: f"{t.case.name}-{t.layout}")
+def test_strided_input_is_read_where_it_lies(task: Task) -> None:
+    room = np.empty(task.case.elements * 2, np.float32)  # never touched
+    x = lay_out(room, task.case.shape, task.layout, np)
+    assert "copied" not in minikernel.explain(x, task.case.dim).reason
+
+
+def test_what_is_not_read_where_it_lies_is_seen() -> None:
+    crossed = np.empty((4, 3, 2), np.float32).transpose(1, 0, 2)
+    assert "copied" in minikernel.explain(crossed).reason
+
+
 def test_table_grid_measures_each_row_in_its_own_dtype() -> None:
     tasks = grid_tasks("table", shapes.DEFAULT_DTYPES)
     assert [(t.dtype, *t.case.shape) for t in tasks] == [(t.dtype, t.rows, t.cols) for t in shapes.TABLE]
@@ -149,7 +196,13 @@ def test_table_grid_measures_each_row_in_its_own_dtype() -> None:
         ["--shapes", "512by600"],
         ["--shapes", "512x600", "--dim", "2"],
         ["--layouts", "diagonal"],
+        ["--layouts", ""],
+        ["--grid", "few", "--dtypes", "float16"],
         ["--peers", "nobody"],
+        ["--peers", "scipy,compile"],
+        ["--cores", "-1"],
+        ["--cores", "100000"],
+        ["--slow", "never"],
         ["--budget", "soon"],
         ["--input", "absent.npy"],
         ["--input", __file__],
@@ -309,6 +362,52 @@ def test_layouts(space: Space, layout: str) -> None:
     assert not bool((buffers.inputs[0] == buffers.inputs[1]).all())
     with pytest.raises(ValueError, match="layout"):
         lay_out(space.empty(9, "float32"), (3, 3), "diagonal", space.xp)
+
+
+def test_scipy_is_measured_on_numpy_arrays(tmp_path: Path) -> None:
+    asked = ("--shapes", "4x30,3x4x5@1", "--dtypes", "float32,float64", "--op", "softmax,log_softmax")
+    result = measure(tmp_path, *asked, "--peers", "scipy", "--backends", "numpy")
+    assert by_impl(result).keys() == {peers.COPY, peers.SCIPY, "numpy"}
+    assert {record["status"] for record in result["records"]} == {"ok"}
+
+
+def test_a_run_keeps_to_its_cores_and_says_so(tmp_path: Path) -> None:
+    if machine.can_limit(1):
+        pytest.skip("this system can't keep a process to some cores")
+    before = os.sched_getaffinity(0)
+    seen = []
+
+    def watch(problem: Problem) -> Kernel:
+        seen.append(len(os.sched_getaffinity(0)))
+        return numpy_blocked.prepare(problem)
+
+    register_backend(Backend("watched", 5001, ("cpu",), ("float32",), watch))
+    try:
+        asked = ("--shapes", "4x30", "--dtypes", "float32", "--backends", "watched", "--cores", "1")
+        result = measure(tmp_path, *asked)
+    finally:
+        unregister_backend("watched")
+    assert {record["case"] for record in result["records"]} == {"1 core 4x30"}
+    assert result["cpu"]["cores"] == 1
+    assert set(seen) == {1}
+    assert os.sched_getaffinity(0) == before
+
+
+def test_cores_are_physical_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if machine.can_limit(1):
+        pytest.skip("this system can't keep a process to some cores")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    siblings = {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3"}
+    read = lambda path, encoding: siblings[int(re.findall(r"cpu(\d+)", str(path))[0])]  # noqa: E731
+    monkeypatch.setattr(Path, "read_text", read)
+    given = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: given.append(set(cpus)))
+    assert machine.usable_cores() == 2
+    with machine.limited_to(2):
+        assert given == [{0, 2}]
+    assert given == [{0, 2}, {0, 1, 2, 3}]
+    assert machine.can_limit(2) is None
+    assert "are 2" in (machine.can_limit(3) or "")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -541,6 +640,12 @@ def test_threads_are_recorded_and_shown(tmp_path: Path, capsys: pytest.CaptureFi
         assert f"host time in µs, {result['cpu']['threads']} thread" in printed
 
 
+def test_a_slow_call_is_timed_if_it_may_be(tmp_path: Path) -> None:
+    asked = ("--shapes", "4x30", "--dtypes", "float64", "--backends", "numpy")
+    for limit, status in (("1e-9", "skipped: slow"), ("60", "ok")):
+        assert by_impl(measure(tmp_path, *asked, "--slow", limit))["numpy"]["status"] == status
+
+
 def test_the_budget_is_kept_and_said(tmp_path: Path) -> None:
     result = measure(tmp_path, "--shapes", "8x40", "--budget", "0")
     assert {record["status"] for record in result["records"]} == {"skipped: budget"}
@@ -560,6 +665,133 @@ def test_a_slow_call_is_not_timed_and_larger_ones_not_tried(space: Space) -> Non
     tasks = [Task(Case((rows, 1024)), "float32") for rows in (64, 128)]
     assert [record.status for record in bench.run(tasks)] == ["skipped: slow"] * 2
     assert set(calls) == {(64, 1024)}
+
+
+class DeviceSpace(TorchSpace):
+    """The CPU in the part of a device."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", 0)
+        self.device = "cuda"
+
+    def empty(self, count: int, dtype: str) -> Any:
+        return self.xp.empty(count, dtype=self.dtype(dtype))
+
+    def synchronize(self) -> None:
+        pass
+
+
+class DeviceTimer:
+    """Runs what a graph would hold, and takes the next of the times that were set."""
+
+    times: ClassVar[Iterator[float]] = iter(())
+    limits: ClassVar[list[tuple[float, float]]] = []
+
+    def __init__(self, launch: Any, buffers: int, first: float, replay: float) -> None:
+        self._launch, self._replay = launch, replay
+        self.results = [None]
+
+    def replay(self) -> None:
+        self.results[0] = self._launch(0)
+
+    def seconds(self, limit: float) -> float:
+        self.limits.append((self._replay, limit))
+        return next(self.times)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> DeviceSpace:
+    pytest.importorskip("torch")
+    monkeypatch.setattr("bench.measure.GraphTimer", DeviceTimer)
+    monkeypatch.setattr(DeviceTimer, "times", iter(lambda: 1e-5, None))
+    monkeypatch.setattr(DeviceTimer, "limits", [])
+    monkeypatch.setattr("bench.measure.Bench._time_copy", lambda *_: 1e-5)
+    return DeviceSpace()
+
+
+def test_of_hundreds_of_points_only_the_device_time_of_auto_is_taken(device: DeviceSpace) -> None:
+    impls = [peers.copy(device.xp), peers.torch_softmax(), peers.backend("auto"), peers.backend("numpy")]
+    points = [Task(Case((rows, 40), scope="brief"), "float32") for rows in (3, 4)]
+    records = list(Bench(device, impls, ["softmax"]).run(points))
+    assert [(r.impl, r.case, r.status) for r in records] == [("auto", "3x40", "ok"), ("auto", "4x40", "ok")]
+    assert all(r.kernel_us == 10 and r.host_us is None and r.gbs for r in records)
+    brief = DeviceTimer.limits[0]
+    named = Bench(device, impls[:2] + impls[3:], ["softmax"])
+    assert [r.impl for r in named.run(points)] == ["numpy"] * 2
+    full = list(Bench(device, impls, ["softmax"]).run([Task(Case((3, 40)), "float32")]))
+    assert [r.impl for r in full] == ["copy", "F.softmax", "auto", "numpy"]
+    assert all(r.host_us for r in full)
+    assert brief < DeviceTimer.limits[-1]
+
+
+def test_a_wrong_point_among_hundreds_is_wrong(device: DeviceSpace) -> None:
+    lazy = peers.Impl("auto", lambda op, x, dim, out: out, lambda op, dim: lambda x: x)
+    (record,) = Bench(device, [lazy], ["softmax"]).run([Task(Case((3, 40), scope="brief"), "float32")])
+    assert record.status.startswith("wrong: ")
+    assert record.kernel_us is None
+
+
+def test_on_a_cpu_a_point_has_its_host_time(space: Space) -> None:
+    point = Task(Case((3, 40), scope="brief"), "float32")
+    (record,) = Bench(space, [peers.copy(space.xp), peers.backend("auto")], ["softmax"]).run([point])
+    assert record.kernel_us is None
+    assert record.host_us is not None
+
+
+def test_what_stands_out_is_measured_once_more(device: DeviceSpace, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [Task(Case((rows, 4096), scope="brief"), "float32") for rows in range(1, 9)]
+    bench = Bench(device, [peers.backend("auto")], ["softmax"])
+    results = Results({})
+    # The second is a cliff and stays one; the sixth was disturbed.
+    monkeypatch.setattr(DeviceTimer, "times", iter([1e-5, 9e-5, *[1e-5] * 3, 5e-5, 1e-5, 1e-5]))
+    results.records = list(bench.run(points))
+    monkeypatch.setattr(DeviceTimer, "times", iter([9.5e-5, 1.1e-5]))
+    extras.second_look(bench, points, results)
+    assert [record.kernel_us for record in results.records] == [10, 90, 10, 10, 10, 11, 10, 10]
+    assert next(DeviceTimer.times, None) is None
+
+
+def test_a_second_look_lowers_times_and_finds_faults() -> None:
+    def made(impl: str, kernel: float | None, host: float | None, status: str = "ok") -> Record:
+        return Record("softmax", impl, "float32", 1, 2, -1, "contiguous", kernel, host, status=status, case="1x2")
+
+    results = Results({})
+    results.records = [made("auto", 3, 9), made("other", 5, 8)]
+    results.improve(made("auto", 4, 7))
+    results.improve(made("other", None, None, "skipped: budget"))
+    assert results.records == [made("auto", 3, 7), made("other", 5, 8)]
+    results.improve(made("other", 4, 9))
+    results.improve(made("auto", None, None, "wrong: 1 of 2 values off"))
+    assert results.records == [made("auto", None, None, "wrong: 1 of 2 values off"), made("other", 4, 8)]
+
+
+def test_targets_add_figures_and_host_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> Iterator[Figure]:
+        yield Figure("half", 0.5)
+        raise RuntimeError("no\nmore")
+
+    taken = {"good": lambda: iter([Figure("a good one", 41.25, "ms", "here")]), "bad": fail}
+    monkeypatch.setattr(figures, "collectors", lambda space, peer, deadline: taken)
+    small = ("--shapes=2x3", "--dtypes=float32", "--device=cpu", "--backends=numpy", "--peers=scipy")
+    monkeypatch.setattr(extras, "HOST_RUN", small)
+    path = tmp_path / "result.json"
+    result = measure(tmp_path, "--shapes", "4x30", "--dtypes", "float32", "--targets")
+    assert [figure["name"] for figure in result["figures"]] == ["a good one", "half"]
+    beside = {record["impl"] for record in result["records"] if record["case"] == "2x3"}
+    assert beside == {peers.COPY, peers.SCIPY, "numpy"}
+    assert load(path).dumps() == path.read_text()
+    text = capsys.readouterr().out
+    assert "a good one: 41.25 ms (here)" in text
+    assert "not measured: bad: no more" in text
+
+    monkeypatch.setattr(extras, "HOST_RUN", ("--shapes=2by3",))
+    late = measure(tmp_path, "--shapes", "4x30", "--dtypes", "float32", "--targets", "--budget", "0")
+    assert late["figures"] == []
+    text = capsys.readouterr().out
+    assert "not measured: good, bad: skipped: budget" in text
+    assert "not measured: numpy beside scipy.special.softmax: run.py: bad shape" in text
 
 
 def test_the_file_is_written_as_the_run_goes(tmp_path: Path) -> None:
@@ -647,6 +879,63 @@ def test_no_headline_from_a_cpu_or_from_a_disturbed_run() -> None:
     assert "times as long" not in report.markdown(on_cpu)
 
 
+def test_a_figure_is_shown_at_its_largest() -> None:
+    taken = [Figure("one", 1.5, "s", "here"), Figure("two", 4096), Figure("one", 2.5, "s", "there")]
+    lines = report.figure_lines(taken)
+    assert lines == ["one: 2.5 s (there)", "two: 4,096"]
+
+
+def probes() -> Results:
+    """The run in miniature, and what the probing grids add to it."""
+    results = sample_results()
+
+    def made(impl: str, case: str, kernel: float, layout: str = "contiguous", host: float | None = 7.0) -> Record:
+        rows, cols = parse_shape(case).rows, parse_shape(case).cols
+        return Record("softmax", impl, "float32", rows, cols, -1, layout, kernel, host, 1.0, 0, 0, case=case)
+
+    for case, layout, auto in (
+        ("8192x8192", "contiguous", 100.0),
+        ("8192x8192@0", "contiguous", 120.0),
+        ("8192x8192", "sliced", 101.0),
+    ):
+        times = {"copy": 90.0, "F.softmax": 9000.0, "auto": auto}
+        results.records += [made(impl, case, us, layout) for impl, us in times.items()]
+    results.records += [made("auto", f"4096x{n}", n / 1000, host=None) for n in (1020, 1021, 1025)]
+    results.records += [made("auto", f"{n}x4096", 2.0, host=None) for n in (1, 2)]
+    beside = Record("softmax", "numpy", "float32", 2, 3, -1, "contiguous", None, 5.0, 1.0, 0, 0, case="2 cores 2x3")
+    results.records.append(beside)
+    return results
+
+
+def test_probing_grids_say_nothing_of_a_typical_input() -> None:
+    text = report.markdown(probes())
+    assert "1.60 times as long" in text
+    assert "2 cores" not in text
+    assert "4096x1021" not in text
+    assert "| float32 | 8192x8192@0 |" in text
+    alone = probes()
+    alone.records = [record for record in alone.records if "8192" in record.case]
+    assert "times as long" in report.markdown(alone)
+    assert len(usual(rows_of(alone.records))) == 3
+
+
+def test_hundreds_of_points_are_a_line() -> None:
+    text = printed(probes(), 200, {})
+    assert "auto, float32, 4096x1020..1030: 1.02 to 1.02 µs (3 points)" in text
+    assert "auto, float32, 1..300x4096: 2.00 to 2.00 µs (2 points)" in text
+    assert "4096x1021" not in text
+    assert "2 cores 2x3" in text
+
+
+def test_strided_input_has_a_table_of_its_own() -> None:
+    results = probes()
+    results.records.append(replace(results.records[0], dtype="float32", rows=4096, cols=128, case="4096x128"))
+    text = report.markdown(results, table_only=True)
+    assert "| dtype | shape | contiguous µs | F.softmax | auto |" in text
+    assert "| float32 | 8192x8192@0 | 100 | 90.0 | 1.20 |" in text
+    assert "| float32 | 8192x8192 sliced | 100 | 90.0 | 1.01 |" in text
+
+
 def test_markdown_is_made_from_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "h200.json"
     path.write_text(sample_results().dumps())
@@ -683,114 +972,17 @@ def test_plots_and_markdown_are_written(tmp_path: Path) -> None:
 def test_the_hash_follows_what_decides_the_launches(tmp_path: Path) -> None:
     for folder in ("kernels", "minikernel"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    before = source_hash(tmp_path)
+    folders = tmp_path / "minikernel", tmp_path / "kernels"
+    before = source_hash(*folders)
     assert before == source_hash()
-    assert any(path.suffix == ".cu" for path in source_files(tmp_path))
-    (tmp_path / "minikernel" / "api.py").write_text("# decides no launch\n")
-    assert source_hash(tmp_path) == before
+    assert any(path.suffix == ".cu" for path in source_files(*folders).values())
+    (folders[0] / "api.py").write_text("# decides no launch\n")
+    assert source_hash(*folders) == before
     seen = {before}
-    for path in source_files(tmp_path):
+    for path in source_files(*folders).values():
         path.write_bytes(path.read_bytes() + b"\n")
-        assert source_hash(tmp_path) not in seen
-        seen.add(source_hash(tmp_path))
-
-
-def table_results() -> Results:
-    """A GPU run that meets every target that a result can show."""
-    results = Results({"gpu": {"model": "A GPU"}, "source_hash": source_hash()})
-    for target in shapes.TABLE:
-        copy = 10.0
-        best = copy * target.reach
-        times = {"copy": copy, "F.softmax": 3 * best, "auto": best, "cuda-fused": best, "triton-fused": 1.05 * best}
-        results.records += [
-            Record(
-                *("softmax", impl, target.dtype, target.rows, target.cols, -1, "contiguous"),
-                *(us, 7.0, 1.0, 0.0, 0.0, "ok", f"{target.rows}x{target.cols}"),
-            )
-            for impl, us in times.items()
-        ]
-    return results
-
-
-def change(results: Results, impl: str, case: str, **fields: Any) -> None:
-    results.records = [
-        replace(r, **fields) if (r.impl, r.case, r.dtype) == (impl, case, "float32") else r for r in results.records
-    ]
-
-
-def test_targets_that_are_met() -> None:
-    findings = check.check(table_results())
-    assert [f.target for f in findings] == list(check.TARGETS)
-    assert {f.status for f in findings if f.target.figures} == {"met", "not measured"}
-    unknown = [f.target.text for f in findings if f.target.figures and f.status == "not measured"]
-    assert unknown == ["strided input: auto / F.softmax"]
-    assert {f.status for f in findings if not f.target.figures} == {"not measured"}
-    mean = next(f for f in findings if f.target.mean)
-    assert mean.figure == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize(
-    ("impl", "case", "fields", "short"),
-    [
-        ("auto", "8x128256", {"kernel_us": 15.2}, {"auto: the table's reach, within 3%"}),
-        ("cuda-fused", "8x128256", {"kernel_us": 15.2}, {"cuda-fused: the table's reach, within 3%"}),
-        ("F.softmax", "32768x8", {"kernel_us": 9.9}, {"F.softmax / auto over the table: every row"}),
-        ("triton-fused", "4096x128", {"kernel_us": 11.5}, {"triton-fused / cuda-fused, 132 rows up, to 16384"}),
-        ("triton-fused", "4096x32768", {"kernel_us": 16}, {"triton-fused / cuda-fused, elsewhere to 65536"}),
-        ("triton-fused", "4096x32768", {"kernel_us": 9.5}, {"auto / the best backend, device time"}),
-        ("triton-fused", "512x600", {"host_us": 11.9}, {"host time at 512x600: triton-fused / F.softmax"}),
-        ("auto", "4096x128", {"host_us": 7.5}, {"auto / the best backend, host time"}),
-    ],
-)
-def test_targets_that_are_short(impl: str, case: str, fields: dict[str, Any], short: set[str]) -> None:
-    results = table_results()
-    change(results, impl, case, **fields)
-    found = {f.target.text: f for f in check.check(results) if f.status == "short"}
-    assert found.keys() == short
-    assert all(case in f.where for f in found.values())
-
-
-def test_a_missing_row_is_not_measured_rather_than_met() -> None:
-    results = table_results()
-    change(results, "auto", "8x128256", kernel_us=None, status="skipped: budget")
-    (finding,) = [f for f in check.check(results) if f.target.text.startswith("auto: the table")]
-    assert (finding.status, finding.where) == ("not measured", "missing: float32 8x128256")
-
-
-def test_a_slow_copy_has_another_of_as_many_bytes_as_its_floor() -> None:
-    results = table_results()
-    results.records = [
-        replace(r, kernel_us=12.0) if (r.impl, r.case, r.dtype) == ("copy", "4096x32768", "bfloat16") else r
-        for r in results.records
-    ]
-    assert next(iter(check.check(results))).figure == pytest.approx(1.0)
-
-
-def test_check_prints_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, results = tmp_path / "h200.json", table_results()
-    path.write_text(results.dumps())
-    assert check.main([str(path)]) == 0
-    text = capsys.readouterr().out
-    assert "F.softmax / auto over the table: geometric mean" in text
-    assert "met" in text
-    assert "not measured" in text
-    assert "moved on" not in text
-
-    results.header["source_hash"] = "0" * 16
-    path.write_text(results.dumps())
-    assert check.main([str(path)]) == 1
-    assert "moved on" in capsys.readouterr().out
-
-    results = table_results()
-    change(results, "auto", "8x128256", kernel_us=99.0)
-    path.write_text(results.dumps())
-    assert check.main([str(path)]) == 1
-    assert "short" in capsys.readouterr().out
-
-    path.write_text("{")
-    for bad in (path, tmp_path / "absent.json"):
-        assert check.main([str(bad)]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        assert source_hash(*folders) not in seen
+        seen.add(source_hash(*folders))
 
 
 LAB = ROOT / "experiments" / "24-tuned-kernel"

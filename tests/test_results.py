@@ -18,14 +18,15 @@ ROOT = Path(__file__).resolve().parents[1]
 if not (ROOT / "bench" / "run.py").exists():
     pytest.skip("the bench is part of the checkout, not of the package", allow_module_level=True)
 
-from bench.peers import COPY, OPTIONAL_NAMES, TORCH  # noqa: E402
+from bench import figures  # noqa: E402
+from bench.peers import AUTO, COPY, OPTIONAL_NAMES, SCIPY, TORCH  # noqa: E402
 from bench.records import load  # noqa: E402
 from bench.shapes import DTYPES, LAYOUTS  # noqa: E402
-from bench.sources import source_files, source_hash  # noqa: E402
+from minikernel.sources import source_files, source_hash  # noqa: E402
 
 RESULT = ROOT / "bench" / "results" / "h200.json"
 BACKENDS = {"auto", "cuda-fused", "triton-fused", "cuda-smem", "cuda-naive", "numpy"}
-HEADER = {"schema", "date", "seed", "source_hash", "command", "gpu", "cpu", "versions", "records"}
+HEADER = {"schema", "date", "seed", "source_hash", "command", "gpu", "cpu", "versions", "figures", "records"}
 GPU = {"model", "compute_capability", "sm_count", "hbm_peak_gbs", "copy_gbs"}
 STATUSES = ("ok", "unsupported: ", "wrong: ", "skipped: ")
 
@@ -41,7 +42,9 @@ def result() -> dict[str, Any]:
 def faults(record: dict[str, Any]) -> list[str]:
     """How a record contradicts itself or the schema."""
     ok = record["status"] == "ok"
-    on_host = record["impl"] == "numpy"
+    on_host = record["impl"] in ("numpy", SCIPY) or record["case"].startswith("2 cores ")
+    brief = record["impl"] == AUTO and record["host_us"] is None
+    timed = record["kernel_us"] if brief else record["host_us"]
     claims = {
         "impl": record["impl"] in {COPY, TORCH, *OPTIONAL_NAMES, *BACKENDS},
         "op": record["op"] in OPS,
@@ -49,7 +52,7 @@ def faults(record: dict[str, Any]) -> list[str]:
         "layout": record["layout"] in LAYOUTS,
         "extents": record["rows"] > 0 and record["cols"] > 0,
         "status": ok or record["status"].startswith(STATUSES[1:]),
-        "timed only if right": ok == (record["host_us"] is not None) == (record["gbs"] is not None),
+        "timed only if right": ok == (timed is not None) == (record["gbs"] is not None),
         "device time": (record["kernel_us"] is not None) == (ok and not on_host),
         "positive": all(record[key] is None or record[key] > 0 for key in ("kernel_us", "host_us", "gbs")),
         "checked": not ok or record["impl"] == COPY or record["max_abs_error"] is not None,
@@ -58,13 +61,17 @@ def faults(record: dict[str, Any]) -> list[str]:
 
 
 def test_the_committed_result_has_the_schema(result: dict[str, Any]) -> None:
-    assert result.keys() == HEADER
+    assert result.keys() | {"figures"} == HEADER
     assert (result["schema"], result["seed"]) == (1, 42)
     assert result["gpu"].keys() == GPU
     assert all(result["gpu"].values())
     assert "H200" in result["gpu"]["model"]
     datetime.fromisoformat(result["date"])
-    assert load(RESULT).records  # each has the fields of a Record and no other
+    loaded = load(RESULT)
+    assert loaded.records  # each has the fields of a Record and no other
+    named = {value for name, value in vars(figures).items() if name.isupper() and isinstance(value, str)}
+    assert {figure.name for figure in loaded.figures} <= named
+    assert all(figure.value >= 0 for figure in loaded.figures)
 
 
 def test_the_committed_records_are_consistent(result: dict[str, Any]) -> None:
@@ -95,6 +102,7 @@ def test_faults_are_found() -> None:
         "rows": 2,
         "cols": 3,
         "layout": "contiguous",
+        "case": "2x3",
         "kernel_us": 1.0,
         "host_us": 2.0,
         "gbs": 3.0,
@@ -109,10 +117,14 @@ def test_faults_are_found() -> None:
     assert faults(right | {"status": "fine"})[0] == "status"
     assert faults(right | {"impl": "cuda"}) == ["impl"]
     assert faults(right | {"impl": "numpy", "kernel_us": None}) == []
+    assert faults(right | {"host_us": None}) == ["timed only if right"]
+    assert faults(right | {"impl": "auto", "host_us": None}) == []
+    assert faults(right | {"impl": SCIPY, "case": "2 cores 2x3", "kernel_us": None}) == []
+    assert faults(right | {"impl": "copy", "case": "2 cores 2x3"}) == ["device time"]
 
 
 def test_the_hash_covers_what_decides_a_launch() -> None:
-    covered = {path.relative_to(ROOT).as_posix() for path in source_files()}
+    covered = set(source_files())
     assert covered >= {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").iterdir()}
     named = ("cuda.py", "driver.py", *(f"backends/{name}.py" for name in ("cuda_fused", "triton_fused")))
     assert covered >= {f"minikernel/{name}" for name in (*named, "backends/triton_kernels.py")}
