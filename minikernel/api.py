@@ -138,10 +138,9 @@ for _function in (softmax, log_softmax, explain):
 def _call(op: str, x: Any, dim: int, backend: str, dtype: Any, out: Any, unknown: Mapping[str, Any]) -> Any:
     if unknown:
         _refuse(unknown)
-    framework = arrays.framework_of(x)
-    dtype = framework.effective_dtype(x, dtype)
+    framework = arrays.by_type.get(type(x)) or arrays.framework_of(x)
     if out is not None:
-        return _call_into(framework, op, x, dim, backend, dtype, out)
+        return _call_into(framework, op, x, dim, backend, framework.effective_dtype(x, dtype), out)
     signature = framework.key(x)
     if signature is None or type(dim) is not int:
         return _bind(framework, op, x, dim, backend, dtype, plain=False)(x)
@@ -321,7 +320,7 @@ def _bind(
 
     ``plain`` says that ``framework.check`` would return every array with this key as it is.
     """
-    request = _examine(framework, op, x, dim, dtype)
+    request = _examine(framework, op, x, dim, framework.effective_dtype(x, dtype))
     out_dtype = request.out_dtype
     if request.problem is None:
         dispatch.requested(backend)  # a wrong name is an error for an empty array too

@@ -171,12 +171,11 @@ class Framework:
         """A shorter way to call a kernel for arrays with the key of ``x``, where there is one."""
         return None
 
-    def key(self, x: Any) -> tuple[Any, ...] | None:
-        """All that a choice may depend on, or None where ``check`` must see every array.
+    key: Callable[[Any], tuple[Any, ...] | None]
+    """All that a choice may depend on, or None where ``check`` must see every array.
 
-        Asked on every call, so it must be cheap.
-        """
-        raise NotImplementedError
+    Asked on every call, so it must be cheap.
+    """
 
     def effective_dtype(self, x: Any, dtype: Any) -> Any:
         """``dtype``, or what the framework's own rules (autocast) make of None."""
@@ -342,8 +341,8 @@ class Torch(Framework):
         self.is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", lambda x: False)
         self.forward_ad = torch.autograd.forward_ad
         self.dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-        self.jit_trace = getattr(torch._C, "_get_tracing_state", lambda: None)
-        self.any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+        self.is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", lambda: False)
+        self.key = self._make_key()
         # Absent from a build without CUDA, which has no tensors to use them for.
         self.raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
         self.current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_cuda)
@@ -365,7 +364,7 @@ class Torch(Framework):
             raise TypeError("a quantized tensor has no path here: pass a dense one (x.dequantize())")
         if x.layout != torch.strided:
             raise TypeError(f"a {x.layout} tensor has no path here: pass a dense one (x.to_dense())")
-        if self.jit_trace() is not None or (self.dispatch_modes() and self._is_recording()):
+        if self.is_tracing() or (self.dispatch_modes() and self._is_recording()):
             raise NotImplementedError("a tracer can't record a kernel: trace the model without minikernel")
         if self.dispatch_modes() and type(torch.empty_like(x)) is not torch.Tensor:
             raise NotImplementedError(
@@ -488,27 +487,34 @@ class Torch(Framework):
 
         return launch
 
-    def key(self, x: Any) -> tuple[Any, ...] | None:
-        if (
-            type(x) not in self.plain_types
-            or x.requires_grad
-            or x.layout is not self.strided
-            or x.is_nested
-            or x.is_neg()
-            or self.is_wrapped(x)
-            or self.forward_ad._current_level >= 0
-            or self.dispatch_modes()
-            or self.jit_trace() is not None
-            or not (address := x.data_ptr())
-        ):
-            return None
-        return x.dtype, x.shape, x.stride(), x.device, address & 15
+    def _make_key(self) -> Callable[[Any], tuple[Any, ...] | None]:
+        """``key`` as a closure: it is on every call's path, and attributes of ``self`` would take a third of it."""
+        plain_types, forward_ad = self.plain_types, self.forward_ad
+        dispatch_modes, is_tracing, autocasts = self.dispatch_modes, self.is_tracing, self.torch.is_autocast_enabled
+
+        def key(x: Any) -> tuple[Any, ...] | None:
+            if (
+                type(x) not in plain_types
+                or x.requires_grad
+                or x.is_neg()
+                or forward_ad._current_level >= 0
+                or dispatch_modes()
+                or is_tracing()
+            ):
+                return None
+            try:
+                if not (address := x.data_ptr()):
+                    return None
+                return x.dtype, x.shape, x.is_contiguous() or x.stride(), x.get_device(), address & 15, autocasts()
+            except RuntimeError:  # nested, sparse, or wrapped by a transform: it has no strides or no memory
+                return None
+
+        return key
 
     def effective_dtype(self, x: Any, dtype: Any) -> Any:
-        if dtype is None and self.any_autocast() and x.device.type == "cuda":
-            half = x.dtype in (self.torch.float16, self.torch.bfloat16)
-            if half and self.torch.is_autocast_enabled("cuda"):
-                return self.torch.float32
+        # Without an argument it means CUDA's.
+        if dtype is None and self.torch.is_autocast_enabled() and x.is_cuda:
+            return self.torch.float32 if x.dtype in (self.torch.float16, self.torch.bfloat16) else None
         return dtype
 
 
@@ -576,7 +582,8 @@ def type_name(x: Any) -> str:
 
 
 _frameworks: dict[str, Framework] = {}
-_by_type: dict[type, Framework] = {}
+#: The framework of each type of its own; most calls look no further.
+by_type: dict[type, Framework] = {}
 
 
 def framework_of(x: Any, role: str = "x") -> Framework:
@@ -585,12 +592,12 @@ def framework_of(x: Any, role: str = "x") -> Framework:
     Raises:
         TypeError: It isn't an array of any kind that has a path here; says so of ``role``.
     """
-    found = _by_type.get(type(x))
+    found = by_type.get(type(x))
     if found is None:
         found = _find(x, role)
         # A framework's own types are there for good; others may come and go, and remembering would keep them.
         if type(x).__module__.partition(".")[0] == found.name:
-            _by_type[type(x)] = found
+            by_type[type(x)] = found
     return found
 
 

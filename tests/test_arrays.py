@@ -173,7 +173,7 @@ def test_a_framework_is_recognized_by_type():
 @pytest.mark.parametrize("name", ["torch", "cupy"])
 def test_a_framework_that_is_half_imported_bothers_nobody(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(arrays, "_by_type", {})
+    monkeypatch.setattr(arrays, "by_type", {})
     assert arrays.framework_of(np.zeros(3)).name == "numpy"
     with pytest.raises(TypeError, match="not object"):
         arrays.framework_of(object())
@@ -190,7 +190,7 @@ def test_a_user_s_type_is_not_kept_alive():
     gone = use()
     gc.collect()
     assert gone() is None
-    assert np.ndarray in arrays._by_type
+    assert np.ndarray in arrays.by_type
 
 
 class Courier:
