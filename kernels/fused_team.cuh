@@ -11,14 +11,15 @@ struct Partial {
     static __device__ Partial empty() { return {lowest(Acc()), Acc(0)}; }
 };
 
-template <class T> struct IsFloat16 { static constexpr bool value = false; };
-template <> struct IsFloat16<half> { static constexpr bool value = true; };
-
-// float16's largest exponent is small enough to work with powers of 2: 2^(x log2(e) - shift log2(e)) takes one
-// fused multiply-add where exp(x - shift) takes two instructions. What rounding does to the second product is the
-// same for all terms and the sum, as long as it's rounded by itself (__fmul_rn).
-constexpr bool kBase2 = IsFloat16<In>::value && IsFloat16<Out>::value && !LOG;
+// Where input and output are a half type, powers of 2 serve: 2^(x scale - shift scale), with the scale log2(e), takes one
+// fused multiply-add where exp(x - shift) takes two instructions. What rounding does to the second product is the same
+// for all terms and the sum, as long as it's rounded by itself (__fmul_rn). Past 65536 it would be too much; but there
+// neighbors are hundreds apart, so that the terms are 0 and 1 at any scale, and 1 rounds nothing.
+constexpr bool kBase2 = sizeof(In) == 2 && sizeof(Out) == 2 && !LOG;
 constexpr float kLog2e = 1.44269504f;
+
+template <class T> __device__ __forceinline__ float scale_for(T, float) { return kLog2e; }
+__device__ __forceinline__ float scale_for(bfloat16, float shift) { return fabsf(shift) <= 65536.0f ? kLog2e : 1.0f; }
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
@@ -26,19 +27,39 @@ __device__ __forceinline__ float power_of_2(float x) {
     return y;
 }
 
-// exp(x - shift).
-__device__ __forceinline__ Acc term(Acc x, Acc shift) {
-    if constexpr (kBase2)
-        return power_of_2(fmaf(x, kLog2e, -__fmul_rn(shift, kLog2e)));
-    else
-        return exponential(x - shift);
-}
+// exp(x - shift) for a row's x.
+struct Term {
+    Acc shift, scale;
+
+    __device__ __forceinline__ explicit Term(Acc max) {
+        shift = shift_for(max);
+        if constexpr (kBase2) {
+            scale = scale_for(In(), shift);
+            shift = -__fmul_rn(shift, scale);
+        }
+    }
+    __device__ __forceinline__ Acc operator()(Acc x) const {
+        if constexpr (kBase2)
+            return power_of_2(fmaf(x, scale, shift));
+        else
+            return exponential(x - shift);
+    }
+    // For a sum only: by the hardware's exponential, whose rounded argument costs a term up to (shift - x) 2^-24 of
+    // itself. In a sum that comes to less than 1e-6, as terms far below the max need a million others to matter.
+    __device__ __forceinline__ Acc roughly(Acc x) const {
+        if constexpr (!kBase2 && sizeof(Acc) == 4)
+            return __expf(x - shift);
+        else
+            return (*this)(x);
+    }
+};
 
 // The factor that turns terms relative to one max into terms relative to a larger one.
 __device__ __forceinline__ Acc rescale(Acc from_max, Acc to_max) {
-    if constexpr (kBase2)
-        return power_of_2(__fmul_rn(from_max, kLog2e) - __fmul_rn(shift_for(to_max), kLog2e));
-    else
+    if constexpr (kBase2) {
+        const Term to(to_max);
+        return power_of_2(__fmul_rn(from_max, to.scale) + to.shift);
+    } else
         return exponential(from_max - shift_for(to_max));
 }
 
@@ -49,10 +70,11 @@ __device__ __forceinline__ Partial merge(Partial a, Partial b) {
 
 // From x to the output, once the whole row's max and sum are known.
 struct Finish {
-    Acc shift, factor;  // softmax: term(x, shift) * factor; log-softmax: x - shift - factor
+    Term term;
+    Acc factor;  // softmax: term(x) * factor; log-softmax: x - shift - factor
 
-    __device__ explicit Finish(Partial row) : shift(shift_for(row.max)), factor(LOG ? log(row.sum) : 1 / row.sum) {}
-    __device__ Acc operator()(Acc x) const { return LOG ? x - shift - factor : term(x, shift) * factor; }
+    __device__ explicit Finish(Partial row) : term(row.max), factor(LOG ? log(row.sum) : 1 / row.sum) {}
+    __device__ Acc operator()(Acc x) const { return LOG ? x - term.shift - factor : term(x) * factor; }
 };
 
 template <int N> __device__ __forceinline__ Acc max_over_lanes(Acc value) {
@@ -102,6 +124,11 @@ __device__ __forceinline__ Acc sum_over_block(Acc of_warp, Partial* slots) {
     return sum_over_lanes<32>(lane < blockDim.x / 32 ? slots[lane].sum : Acc(0));
 }
 
+// Who else has a part of the row: nobody.
+struct Alone {
+    __device__ Partial merge(Partial mine) { return mine; }
+};
+
 #if defined(CLUSTER) && CLUSTER > 1
 __device__ __forceinline__ uint block_in_cluster() {
     uint rank;
@@ -111,6 +138,8 @@ __device__ __forceinline__ uint block_in_cluster() {
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// Says only that this block has started.
+__device__ __forceinline__ void cluster_arrive_first() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Where `mine`, a variable in this block's shared memory, lies in that of another block of the cluster.
@@ -126,46 +155,62 @@ __device__ __forceinline__ void store_in_block(uint there, double value) {
     asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"(value) : "memory");
 }
 
-// All blocks of the cluster: each writes its partial into every other's shared memory, so that after the barrier
+// The other blocks of the cluster. Each writes its partial into every other's shared memory, so that after the barrier
 // all reads are local and a block may exit without being missed.
-__device__ __forceinline__ Partial merge_over_cluster(Partial block_partial, Partial* slots) {
-    if (threadIdx.x < CLUSTER) {
-        Partial* mine = slots + block_in_cluster();
-        store_in_block(in_block(&mine->max, threadIdx.x), block_partial.max);
-        store_in_block(in_block(&mine->sum, threadIdx.x), block_partial.sum);
+struct Cluster {
+    Partial* slots;  // shared; one a block
+
+    __device__ explicit Cluster(Partial* slots) : slots(slots) {
+        cluster_arrive_first();  // a block that hasn't started can't be written to: merge waits
     }
-    cluster_arrive();
-    cluster_wait();
-    return merge_list(CLUSTER, [&](int i) { return slots[i]; });
-}
+    __device__ Partial merge(Partial mine) {
+        cluster_wait();
+        if (threadIdx.x < CLUSTER) {
+            Partial* slot = slots + block_in_cluster();
+            store_in_block(in_block(&slot->max, threadIdx.x), mine.max);
+            store_in_block(in_block(&slot->sum, threadIdx.x), mine.sum);
+        }
+        cluster_arrive();
+        cluster_wait();
+        return merge_list(CLUSTER, [&](int i) { return slots[i]; });
+    }
+};
 #endif
 
 #if defined(GRID) && GRID
-// All blocks wait here for one another; they must all be running, which a cooperative launch guarantees. As in CUDA's
-// cooperative groups (cooperative_groups/details/driver_abi.h), the driver passes the address of a counter for each
-// such launch in two registers. The counter's top bit flips once every block has come, which leaves it ready again.
-__device__ __forceinline__ void wait_for_grid() {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        uint high, low;
-        asm("mov.u32 %0, %%envreg1;" : "=r"(high));
-        asm("mov.u32 %0, %%envreg2;" : "=r"(low));
-        const address_t counter = (address_t(high) << 32 | low) + sizeof(uint);
-        const uint arrival = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-        uint before, now;
-        asm volatile("atom.add.release.gpu.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(arrival) : "memory");
-        do {
-            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-        } while (((before ^ now) & 0x80000000u) == 0);
-    }
-    __syncthreads();
-}
+// The other blocks of the grid that share the row: all must be running, which a cooperative launch guarantees.
+struct Grid {
+    Partial* partials;  // in global memory; one a block
+    uint parts;         // neighboring blocks that share a row
 
-// All `parts` neighboring blocks that share a row; `scratch` has a place for each block of the grid.
-__device__ __forceinline__ Partial merge_over_grid(Partial block_partial, Partial* scratch, uint parts) {
-    if (threadIdx.x == 0) scratch[blockIdx.x] = block_partial;
-    wait_for_grid();
-    const volatile Partial* row = scratch + blockIdx.x / parts * parts;
-    return merge_list(parts, [&](int i) { return Partial{row[i].max, row[i].sum}; });
-}
+    __device__ Partial merge(Partial mine) {
+        if (threadIdx.x == 0) partials[blockIdx.x] = mine;
+        wait_for_all();
+        const volatile Partial* row = partials + blockIdx.x / parts * parts;
+        return merge_list(parts, [&](int i) { return Partial{row[i].max, row[i].sum}; });
+    }
+
+    // As in CUDA's cooperative groups (cooperative_groups/details/driver_abi.h), the driver passes the address of a
+    // counter for each cooperative launch in two registers. The counter's top bit flips once every block has come,
+    // which leaves it ready again.
+    __device__ static void wait_for_all() {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            uint high, low;
+            asm("mov.u32 %0, %%envreg1;" : "=r"(high));
+            asm("mov.u32 %0, %%envreg2;" : "=r"(low));
+            const address_t counter = (address_t(high) << 32 | low) + sizeof(uint);
+            const uint arrival = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+            uint before, now;
+            asm volatile("atom.add.release.gpu.u32 %0, [%1], %2;"
+                         : "=r"(before)
+                         : "l"(counter), "r"(arrival)
+                         : "memory");
+            do {
+                asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+            } while (((before ^ now) & 0x80000000u) == 0);
+        }
+        __syncthreads();
+    }
+};
 #endif

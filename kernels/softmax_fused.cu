@@ -40,8 +40,34 @@ constexpr int kGroups = 4;
 constexpr bool kResident = CLUSTER == 1 && !GRID && !SHARED && !STREAMED;
 // Then the terms stay there too, unless a half type's would take twice the room; others are computed twice.
 constexpr bool kKeepTerms = kResident && !LOG && (sizeof(In) == sizeof(Acc) || VECTORS * kWide <= 32);
+// Where registers are few, packs of a half type are unpacked twice.
+#if __CUDA_ARCH__ >= 1000
+constexpr bool kKeepPacked = !kKeepTerms && VECTORS >= 3;
+#else
+constexpr bool kKeepPacked = !kKeepTerms && VECTORS >= 4;
+#endif
 // Packs that are summed together, relative to one max: few, so that the work starts as the first arrive.
 constexpr int kChunk = sizeof(In) == 2 ? 2 : 4;
+
+// Where a row's packs begin and end. A block peels to a whole line of 128 bytes, so that no two warps touch one
+// line; lanes of a warp peel to a pack. The elements before and behind are taken one by one.
+constexpr int kPeel = TEAM || kWide == 1 ? kWide : 128 / int(CONGRUENT ? sizeof(In) : sizeof(Out));
+
+struct Span {
+    int head, tail;
+    uint vectors;
+
+    __device__ Span(const In* row, const Out* out_row, long long cols) {
+        const uint at = uint(CONGRUENT ? address_t(row) / sizeof(In) : address_t(out_row) / sizeof(Out));
+        head = int(min((long long)((kPeel - at % kPeel) % kPeel), cols));
+        vectors = uint((cols - head) / kWide);
+        tail = int((cols - head) % kWide);
+    }
+    // Where the i-th of the single elements is, or -1 if there are fewer.
+    __device__ long long single(int i) const {
+        return i < head ? i : i < head + tail ? i + (long long)vectors * kWide : -1;
+    }
+};
 
 template <class T> __device__ __forceinline__ Acc max_of(const Pack<T>& pack, Acc max) {
 #if __CUDA_ARCH__ >= 800
@@ -55,23 +81,16 @@ template <class T> __device__ __forceinline__ Acc max_of(const Pack<T>& pack, Ac
 #endif
     {
 #pragma unroll
-        for (int i = 0; i < kWide; ++i) max = fmax(max, to_acc(pack.at[i]));
+        for (int i = 0; i < kWide; ++i) max = fmax(max, element(pack, i));
     }
     return max;
 }
 
-__device__ __forceinline__ Acc sum_of(const Pack<In>& pack, Acc shift) {
+__device__ __forceinline__ Acc sum_of(const Pack<In>& pack, const Term& term) {
     Acc sum = 0;
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) sum += term(to_acc(pack.at[i]), shift);
+    for (int i = 0; i < kWide; ++i) sum += term.roughly(element(pack, i));
     return sum;
-}
-
-__device__ __forceinline__ Pack<In> empty_pack() {
-    Pack<In> pack;
-#pragma unroll
-    for (int i = 0; i < kWide; ++i) pack.at[i] = lowest(In());
-    return pack;
 }
 
 // What one thread knows of its part of the row: the online update of Milakov & Gimelshein, algorithm 3.
@@ -96,50 +115,36 @@ struct Running {
 #pragma unroll
         for (int v = 0; v < N; ++v) max = max_of(packs[v], max);
         raise_max(max);
+        const Term term(max);
         Acc sum = 0;
 #pragma unroll
-        for (int v = 0; v < N; ++v) sum += sum_of(packs[v], shift_for(max));
+        for (int v = 0; v < N; ++v) sum += sum_of(packs[v], term);
         add_terms(sum);
     }
     __device__ __forceinline__ void take(Acc single) {
         raise_max(fmax(partial.max, single));
-        add_terms(term(single, shift_for(partial.max)));
+        add_terms(Term(partial.max).roughly(single));
     }
 };
 
 __device__ __forceinline__ Pack<Out> finish_pack(const Finish& finish, const Pack<In>& pack) {
     Pack<Out> result;
-#pragma unroll
-    for (int i = 0; i < kWide; ++i) from_acc(result.at[i], finish(to_acc(pack.at[i])));
+    fill(result, [&](int i) { return finish(element(pack, i)); });
     return result;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    softmax_fused(const In* x, Out* out,
-#if GRID
-                  Partial* scratch,
-#endif
-                  Layout layout, int shared_vectors) {
+// Softmax of one part of a row, or by lanes of a warp of several short rows. `others` stands for the blocks that have
+// the other parts: Alone, Cluster or Grid of fused_team.cuh.
+template <class Others>
+__device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Layout& layout, int shared_vectors,
+                                                long long row, uint part, uint parts, Others& others) {
     extern __shared__ __align__(16) char memory[];
     __shared__ Partial warp_slots[32];
     Pack<In>* slots = reinterpret_cast<Pack<In>*>(memory) + threadIdx.x;
-#if CLUSTER > 1
-    __shared__ Partial block_slots[CLUSTER];
-    const uint parts = CLUSTER, part = block_in_cluster();
-    cluster_arrive();  // a block that hasn't started can't be written to: waited for before that is done
-#elif GRID
-    const uint parts = gridDim.x / uint(layout.rows), part = blockIdx.x % parts;
-#else
-    const uint parts = 1, part = 0;
-#endif
     const uint zero = uint(layout.rows >> 62);  // see keep_packed
-    wait_for_predecessor();
-
-    // Several short rows a block, one row a block, or one row several blocks.
     const int lane = threadIdx.x % kLanes;
     const int member = TEAM ? lane : threadIdx.x;
     const int members = TEAM ? kLanes : blockDim.x;
-    const long long row = TEAM ? ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kLanes : blockIdx.x / parts;
     const bool in_range = row < layout.rows;
     const In* in = x + (in_range ? row : 0) * layout.x_outer;
     Out* to = out + (in_range ? row : 0) * layout.cols;
@@ -199,21 +204,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         max = max_over_lanes<kLanes>(max);
         row_partial.max = TEAM ? max : max_over_block(max, warp_slots);
 
-        const Acc shift = shift_for(row_partial.max);
+        const Term term(row_partial.max);
         Acc sum = 0;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if constexpr (!kKeepTerms) keep_packed(packs[v], zero);
+            if constexpr (kKeepPacked) keep_packed(packs[v], zero);
 #pragma unroll
             for (int i = 0; i < kWide; ++i) {
-                const Acc value = term(to_acc(packs[v].at[i]), shift);
+                const Acc value = term(element(packs[v], i));
                 sum += value;
                 if constexpr (kKeepTerms) terms[v * kWide + i] = value;
             }
         }
         if (has_singles)
 #pragma unroll
-            for (int s = 0; s < kSingles; ++s) sum += term(singles[s], shift);
+            for (int s = 0; s < kSingles; ++s) sum += term(singles[s]);
         sum = sum_over_lanes<kLanes>(sum);
         row_partial.sum = TEAM ? sum : sum_over_block(sum, warp_slots);
     } else {
@@ -253,12 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
         row_partial = merge_over_lanes<kLanes>(mine.partial);
         if constexpr (!TEAM) row_partial = merge_over_block(row_partial, warp_slots);
-#if CLUSTER > 1
-        cluster_wait();  // every block has started
-        row_partial = merge_over_cluster(row_partial, block_slots);
-#elif GRID
-        row_partial = merge_over_grid(row_partial, scratch, parts);
-#endif
+        row_partial = others.merge(row_partial);
     }
     const Finish finish(row_partial);
 
@@ -267,10 +267,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (v * kLanes >= left) continue;
         Pack<Out> result;
         if constexpr (kKeepTerms) {
-#pragma unroll
-            for (int i = 0; i < kWide; ++i) from_acc(result.at[i], terms[v * kWide + i] * finish.factor);
+            fill(result, [&](int i) { return terms[v * kWide + i] * finish.factor; });
         } else {
-            keep_packed(packs[v], zero);
+            if constexpr (kKeepPacked) keep_packed(packs[v], zero);
             result = finish_pack(finish, packs[v]);
         }
         store(to_run + v * kLanes * kWide, result);
@@ -295,4 +294,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int s = 0; s < kSingles; ++s)
             if (singles_to[s]) from_acc(*singles_to[s], finish(singles[s]));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    softmax_fused(const In* x, Out* out,
+#if GRID
+                  Partial* scratch,
+#endif
+                  Layout layout, int shared_vectors) {
+#if CLUSTER > 1
+    __shared__ Partial block_slots[CLUSTER];
+    Cluster cluster(block_slots);
+    wait_for_predecessor();
+    softmax_of_part(x, out, layout, shared_vectors, blockIdx.x / CLUSTER, block_in_cluster(), CLUSTER, cluster);
+#elif GRID
+    wait_for_predecessor();
+    Grid grid{scratch, gridDim.x / uint(layout.rows)};
+    softmax_of_part(x, out, layout, shared_vectors, blockIdx.x / grid.parts, blockIdx.x % grid.parts, grid.parts, grid);
+#else
+    wait_for_predecessor();
+    const long long row = TEAM ? ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kLanes : blockIdx.x;
+    Alone alone;
+    softmax_of_part(x, out, layout, shared_vectors, row, 0, 1, alone);
+#endif
 }

@@ -1,5 +1,5 @@
-// Rung 3 where a row's elements aren't neighbors in memory: softmax over another axis than the last, transposed
-// and permuted arrays.
+// Rung 3 for whatever else there is: any strides, rows of any length. softmax_fused_columns.cu is faster where rows lie
+// side by side.
 //
 // A block takes LANES neighboring rows, a lane each, and walks along their columns with several threads a row.
 // Lanes read neighboring addresses wherever neighboring rows lie side by side; where columns do instead, tiles
@@ -68,9 +68,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) softmax_fused_strided(
 #pragma unroll
             for (int i = 0; i < kEach; ++i) max = fmax(max, values[i]);
             const Acc scale = rescale(partial.max, max);
+            const Term term(max);
             Acc sum = 0;
 #pragma unroll
-            for (int i = 0; i < kEach; ++i) sum += term(values[i], shift_for(max));
+            for (int i = 0; i < kEach; ++i) sum += term(values[i]);
             partial = {max, partial.sum * scale};
             lost *= scale;
             add(partial.sum, lost, sum);

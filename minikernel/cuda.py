@@ -24,8 +24,9 @@ MAX_GRID = 2**31 - 1
 _SENTINEL = "common.cuh"
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 
-_modules: dict[tuple[str, tuple[tuple[str, str], ...], int], tuple[Any, int]] = {}
-_lock = threading.Lock()
+_Key = tuple[str, tuple[tuple[str, str], ...], int]
+_modules: dict[_Key, tuple[Any, int]] = {}
+_locks: dict[_Key, threading.Lock] = {}
 
 REQUIRES = (Requirement("cupy", "pip install 'minikernel[cuda12]', or [cuda13] for a driver of CUDA 13"),)
 
@@ -103,7 +104,8 @@ def compile_function(name: str, macros: Mapping[str, str], index: int) -> int:
         BackendUnavailable: NVRTC or the driver refused it.
     """
     key = (name, tuple(sorted(macros.items())), index)
-    with _lock:  # held while compiling, so that threads that want the same kernel compile it once
+    # Held while compiling, so that threads that want the same kernel compile it once; setdefault is atomic.
+    with _locks.setdefault(key, threading.Lock()):
         if key not in _modules:
             try:
                 import cupy

@@ -33,7 +33,10 @@ _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 # Launch attributes.
 _COOPERATIVE = 2
 _CLUSTER_DIMENSION = 4
+_CLUSTER_SCHEDULING_POLICY = 5
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
+# A cluster's blocks go where there is room first, instead of one to a multiprocessor.
+_LOAD_BALANCING = 2
 # Older drivers can't capture a programmatic dependent launch in a CUDA graph.
 _OVERLAP_SINCE = 12030
 # A block gets 48 KiB of shared memory without opting in; a kernel's static variables count too, up to 8 KiB here.
@@ -179,6 +182,14 @@ class _Config(ctypes.Structure):
     ]
 
 
+_STREAM_WORD = _Config.stream.offset // 8
+
+
+def _words(structure: Any) -> memoryview:
+    """A structure as 8-byte integers, which are set in half the time of its fields."""
+    return memoryview(structure).cast("B").cast("Q")
+
+
 @dataclass(frozen=True)
 class Launch:
     """How a kernel is started; no more than the driver needs.
@@ -208,6 +219,7 @@ class Launch:
             found.append((_COOPERATIVE, 1))
         if self.cluster > 1:
             found.append((_CLUSTER_DIMENSION, _ClusterShape(self.cluster, 1, 1)))
+            found.append((_CLUSTER_SCHEDULING_POLICY, _LOAD_BALANCING))
         if self.overlap and _version() >= _OVERLAP_SINCE:
             found.append((_PROGRAMMATIC_STREAM_SERIALIZATION, 1))
         return found
@@ -228,18 +240,15 @@ def _opt_in(function: int, launch: Launch) -> None:
                 f"give a block {launch.shared} bytes of shared memory",
             )
             _opted_in[function] = launch.shared
-    if launch.cluster > 8:
-        _check(
-            cuda.cuFuncSetAttribute(handle, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
-            f"allow clusters of {launch.cluster} blocks",
-        )
+    if launch.cluster > 8 and cuda.cuFuncSetAttribute(handle, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1):
+        raise DoesNotFit(f"this GPU has no clusters of {launch.cluster} blocks")
 
 
-def _check_fit(function: int, launch: Launch, index: int, config: _Config) -> None:
+def _check_fit(function: int, launch: Launch, index: int, config_at: int) -> None:
     """Raise DoesNotFit unless blocks that wait for one another can all run at once."""
     cuda, handle, found = _driver(), ctypes.c_void_p(function), ctypes.c_int()
     if launch.cluster > 1:
-        code = cuda.cuOccupancyMaxActiveClusters(ctypes.byref(found), handle, ctypes.byref(config))
+        code = cuda.cuOccupancyMaxActiveClusters(ctypes.byref(found), handle, ctypes.c_void_p(config_at))
         if code or not found.value:
             raise DoesNotFit(f"device {index} can't run a cluster of {launch.cluster} such blocks")
     if launch.cooperative:
@@ -261,15 +270,13 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
         constants: The remaining parameters, as ctypes values.
     """
     cuda = _driver()
-    with setting_up(index):
-        _opt_in(function, launch)
     attributes = launch.attributes()
     pointers = 3 if launch.scratch else 2
     # Triton's kernels end with up to two pointers of its own, null here; the driver reads only those there are.
     null = ctypes.c_uint64(0)
     null_at = ctypes.addressof(null)
 
-    def new_frame() -> tuple[_Config, Any, int, int, list[Any]]:
+    def new_frame() -> tuple[memoryview, memoryview, int, int, list[Any]]:
         slots = (ctypes.c_uint64 * 3)()
         values = list(constants)
         addresses = [ctypes.addressof(slots) + 8 * i for i in range(pointers)]
@@ -291,18 +298,18 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
             len(attributes),
         )
         return (
-            config,
-            slots,
+            _words(slots),
+            _words(config),
             ctypes.addressof(config),
             ctypes.addressof(params),
-            [values, params, array, null],
+            [slots, values, params, array, config, null],
         )
 
     # Launches in progress may not share memory: another thread can run while the driver reads it.
     idle = [new_frame()]
     with setting_up(index):
         _opt_in(function, launch)
-        _check_fit(function, launch, index, idle[0][0])
+        _check_fit(function, launch, index, idle[0][2])
     launch_kernel = cuda.cuLaunchKernelEx
 
     def run(x: int, out: int, stream: int, scratch: int) -> None:
@@ -310,11 +317,12 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
             frame = idle.pop()
         except IndexError:
             frame = new_frame()
-        config, slots, config_at, params_at, _ = frame
+        slots, config, config_at, params_at, _ = frame
         slots[0] = x
         slots[1] = out
-        slots[2] = scratch
-        config.stream = stream
+        if scratch:
+            slots[2] = scratch
+        config[_STREAM_WORD] = stream
         code = launch_kernel(config_at, function, params_at, None)
         if code == _INVALID_CONTEXT:  # this thread's first act on the GPU
             bind_primary_context(index)

@@ -9,9 +9,11 @@ from itertools import product
 import pytest
 from cases import OPS
 from test_plan import DEVICES, PAIRS, fused_problems
+from test_plan_columns import problems as columns_problems
 
 from minikernel import cuda
 from minikernel.backends import cuda_fused
+from minikernel.backends.fused_columns import plan_columns
 from minikernel.problem import Problem
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
@@ -97,6 +99,13 @@ def row_macros(op: str, dtype: str, out_dtype: str, capability: int) -> frozense
     return frozenset(macros_of(p, **plan.macros()) for p, plan in plans if isinstance(plan, cuda_fused.RowPlan))
 
 
+@cache
+def columns_macros(op: str, dtype: str, out_dtype: str, capability: int) -> list[tuple[tuple[str, str], ...]]:
+    """All sets of macros that planning comes to for rows side by side."""
+    plans = ((p, plan_columns(p, DEVICES[capability])) for p in columns_problems(op, dtype, out_dtype))
+    return sorted({macros_of(p, **plan.macros()) for p, plan in plans if plan})
+
+
 def strided_macros(op: str, dtype: str, out_dtype: str) -> list[tuple[tuple[str, str], ...]]:
     switches = product((1, 2, 4, 8, 16, 32), (False, True), (False, True))
     problem = a_problem(op, dtype, out_dtype)
@@ -160,6 +169,47 @@ def test_strided_kernels(capability, failures):
                 assert_lean("softmax_fused_strided.cu", macros, capability)
 
 
+def _widest(sets: list[tuple[tuple[str, str], ...]]) -> list[tuple[tuple[str, str], ...]]:
+    """One of each way to work, with the widest packs and the most in registers: where these run out first."""
+
+    def weight(macros: tuple[tuple[str, str], ...]) -> tuple[int, int]:
+        m = dict(macros)
+        return int(m["WIDE"]), int(m["VECTORS"])
+
+    ways: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {}
+    for macros in sorted(sets, key=weight):
+        ways[tuple(dict(macros)[name] for name in ("CLUSTER", "SHARED", "TURN", "ALIGNED", "BLOCKS"))] = macros
+    return list(ways.values())
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), PAIRS)
+def test_the_widest_columns_kernels(dtype, out_dtype, failures):
+    for macros in _widest(columns_macros("softmax", dtype, out_dtype, 90)):
+        with failures.case(macros):
+            assert_lean("softmax_fused_columns.cu", macros, 90)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_columns_kernels_of_every_width(dtype, failures):
+    for macros in columns_macros("softmax", dtype, dtype, 90)[::5]:
+        with failures.case(macros):
+            assert_lean("softmax_fused_columns.cu", macros, 90)
+
+
+def test_columns_kernels_of_log_softmax(failures):
+    for macros in _widest(columns_macros("log_softmax", "bfloat16", "bfloat16", 90)):
+        with failures.case(macros):
+            assert_lean("softmax_fused_columns.cu", macros, 90)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 100, 120])
+def test_columns_kernels_for_other_gpus(capability, failures):
+    for dtype in ("float32", "bfloat16"):
+        for macros in _widest(columns_macros("softmax", dtype, dtype, capability)):
+            with failures.case(macros):
+                assert_lean("softmax_fused_columns.cu", macros, capability)
+
+
 def test_the_reader_of_spills_can_say_no(monkeypatch):
     """A kernel that can't do without local memory is seen to use it."""
     greedy = """
@@ -177,6 +227,6 @@ extern "C" __global__ void kernel(float* x, int n) {
 
 def test_a_source_has_its_includes_pasted_in():
     """NVRTC gets no include path, and CuPy's cache of binaries sees no file but this one."""
-    for file in (*NOT_FUSED, "softmax_fused.cu", "softmax_fused_strided.cu"):
+    for file in (*NOT_FUSED, "softmax_fused.cu", "softmax_fused_columns.cu", "softmax_fused_strided.cu"):
         assert "#include" not in cuda.source(file)
         assert "struct Layout {" in cuda.source(file)

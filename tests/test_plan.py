@@ -11,6 +11,7 @@ import pytest
 from minikernel import cuda
 from minikernel.backends import cuda_fused, cuda_naive, cuda_parallel, cuda_smem
 from minikernel.backends.cuda_fused import RowPlan, StridedPlan
+from minikernel.backends.fused_columns import ColumnsPlan
 from minikernel.driver import Device
 from minikernel.problem import ITEMSIZE, Problem
 
@@ -69,7 +70,7 @@ def peel(plan: RowPlan, problem: Problem) -> int:
 
 
 def spans(plan: RowPlan, problem: Problem, row: int, base: int = 0) -> tuple[int, int, int]:
-    """``Span`` of fused_memory.cuh: elements before the vectors, vectors, elements behind them.
+    """``Span`` of softmax_fused.cu: elements before the vectors, vectors, elements behind them.
 
     ``base`` is what the problem doesn't say of both addresses: bytes, a multiple of 16.
     """
@@ -211,28 +212,33 @@ def test_a_grid_may_have_any_number_of_rows():
 
 
 def test_rows_that_are_not_in_one_piece(failures):
-    for dtype in ITEMSIZE:
-        for outer, cols, inner, strides in (
-            (1, 8192, 8192, (0, 8192, 1)),
-            (5, 67, 301, (67 * 301, 301, 1)),
-            (32, 32, 1, (1, 32, 1)),
-            (1, 1000, 3, (0, 3, 1)),
-            (7, 600, 1, (-600, -1, 1)),
-            (1, 2**31 - 1, 1, (0, 0, 1)),
-            (4, 9, 1, (0, 2, 1)),
-            (3, 5, 7, (35, 1, 5)),
+    """Side by side they have a kernel of their own, as long as a block or a cluster can hold them."""
+    for dtype, size in ITEMSIZE.items():
+        for outer, cols, inner, strides, side_by_side in (
+            (1, 8192, 8192, (0, 8192, 1), True),
+            (5, 67, 301, (67 * 301, 301, 1), True),
+            (32, 32, 1, (1, 32, 1), True),
+            (1, 1000, 3, (0, 3, 1), True),
+            (1, 2**23, 8, (0, 8, 1), False),
+            (7, 600, 1, (-600, -1, 1), False),
+            (1, 2**31 - 1, 1, (0, 0, 1), False),
+            (4, 9, 1, (0, 2, 1), False),
+            (3, 5, 7, (35, 1, 5), False),
         ):
             problem = Problem("softmax", "cuda", 0, dtype, dtype, outer, cols, inner, strides)
             for device in DEVICES.values():
                 with failures.case(problem):
                     plan = cuda_fused.plan(problem, device)
+                    if side_by_side and (cols <= 1000 or device.capability >= 90):
+                        assert isinstance(plan, ColumnsPlan)
+                        continue
                     assert isinstance(plan, StridedPlan)
                     assert plan.lanes in (1, 2, 4, 8, 16, 32)
-                    assert plan.grid * plan.lanes >= problem.rows
                     assert plan.launch().block == 256
+                    assert plan.grid * plan.lanes >= problem.rows
                     # Its tiles are in shared memory that needs no opting in.
-                    size = 8 if dtype == "float64" else 4
-                    tile = 256 // plan.lanes * 8 * (plan.lanes + 1) * size + 256 * 2 * size
+                    acc = max(4, size)
+                    tile = 256 // plan.lanes * 8 * (plan.lanes + 1) * acc + 256 * 2 * acc
                     assert tile <= 48 * 1024
 
 
@@ -255,7 +261,7 @@ def test_shared_memory_holds_the_longest_declared_row(capability):
 def test_blocks_of_the_lower_rungs():
     for cols, block in ((1, 32), (32, 32), (33, 64), (600, 1024), (1024, 1024), (5000, 1024)):
         assert cuda_smem.plan(rows_problem(cols)).block == block
-        assert cuda_smem.plan(rows_problem(cols)).shared == cols * 4
+        assert cuda_smem.plan(rows_problem(cols)).shared == -(-cols // 4) * 16, "whole accesses of 16 bytes"
         assert (cuda_parallel.plan(rows_problem(cols)).block, cuda_parallel.plan(rows_problem(cols)).shared) == (
             block,
             0,
@@ -271,6 +277,7 @@ def test_neighboring_lengths_share_kernels(dtype, out_dtype):
         problems = (rows_problem(cols, rows, dtype, out_dtype) for cols in lengths for rows in (8, 512, 65536))
         return {tuple(cuda_fused.plan(problem, H200).macros().items()) for problem in problems}
 
-    few, many = kernels([*range(1, 600), *range(600, 20_000, 13)]), kernels(range(1, 20_000))
+    some = [*range(1, 600), *range(600, 20_000, 13), *(2**power for power in range(10, 15))]
+    few, many = kernels(some), kernels(range(1, 20_000))
     assert few == many
     assert len(many) <= 64

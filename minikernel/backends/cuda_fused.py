@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from .. import cuda, driver
 from ..driver import Device, Launch
+from ..integers import ceil_div, power_of_two
 from ..problem import DTYPES, ITEMSIZE, Kernel, Problem
 from ..registry import Backend
+from .fused_columns import ColumnsPlan, plan_columns
 
 _ACCESS_BYTES = 16
 _WARP = 32
@@ -23,24 +26,24 @@ _RESERVED_BYTES = 1024 + 1024
 # Rows up to this size are shared by lanes of one warp; by one element at a time where they are out of line.
 _SHORT_ROW_BYTES = 2048
 _SHORT_UNALIGNED_BYTES = 512
-# Vectors that a thread may hold in registers; each is a kernel of its own, so few.
-_VECTORS = (2, 3, 4, 6, 8, 12, 16)
+# Vectors that a thread may hold in registers, and the registers that it needs for that; each is a kernel of its
+# own, so few. The tests compile them all and find no spills.
+_REGISTERS = {2: 56, 3: 64, 4: 64, 6: 96, 8: 128, 12: 128, 16: 128}
 _SHORT_VECTORS = (1, 2, 4, 8)
-# Packs that a block of 256 threads holds well: 64 KiB, so that four blocks fit on a multiprocessor; at most, three.
-_PACKS = 4096
-_MOST_PACKS = 4864
+# The same for longer rows, whose terms aren't kept.
+_LONG_REGISTERS = {2: 64, 3: 64, 4: 64, 6: 64, 7: 64, 8: 80}
+# Most packs of a row that a block holds in registers alone; for half types shared memory is better sooner.
+_MOST_PACKS = 4096
+_MOST_HALF_PACKS = 2048
+# Shorter rows aren't worth a cluster, and fewer packs of a longer one not a block of it.
+_SPLIT_PACKS = 2048
+_FEWEST_PACKS = 250
 # softmax_fused.cu counts packs, two elements at least, in 32 bits.
 _MOST_COLS = 2**31
-# Fewer than this aren't worth a block of a cluster.
-_FEWEST_PACKS = 1000
-# Of a large block's packs, those that a thread holds in registers; the rest are in shared memory.
-_FEW_VECTORS = 4
-# From here on a grid that waits for itself beats clusters.
-_GRID_BYTES = 12_000_000
+# Threads that a multiprocessor runs at 64 registers each.
+_THREADS_PER_SM = 1024
 # Blocks are compiled for at most so many threads.
 _BLOCK_SIZES = (128, 256, 512)
-# Registers that a thread needs to hold so many vectors; the tests compile them all and find no spills.
-_REGISTERS = {2: 56, 3: 64, 4: 64, 6: 96, 8: 128, 12: 128, 16: 128}
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class RowPlan:
 
     @property
     def grid(self) -> int:
-        return _ceil(self.rows, self.threads // self.team) if self.team else self.rows * self.parts
+        return ceil_div(self.rows, self.threads // self.team) if self.team else self.rows * self.parts
 
     def macros(self) -> dict[str, object]:
         return {
@@ -121,11 +124,14 @@ class StridedPlan:
         return Launch(self.grid, block=256)
 
 
-def plan(problem: Problem, device: Device) -> RowPlan | StridedPlan:
+Plan: TypeAlias = RowPlan | ColumnsPlan | StridedPlan
+
+
+def plan(problem: Problem, device: Device) -> Plan:
     """Choose the launch: a pure function of the problem and the GPU."""
     rows_are_contiguous = problem.inner == 1 and (problem.strides[1] == 1 or problem.cols == 1)
     if not rows_are_contiguous or problem.cols > _MOST_COLS:
-        return _plan_strided(problem, device)
+        return plan_columns(problem, device) or _plan_strided(problem, device)
     _, _, congruent = _alignment(problem)
     short = _SHORT_ROW_BYTES if congruent else _SHORT_UNALIGNED_BYTES
     if problem.cols * ITEMSIZE[problem.dtype] <= short:
@@ -149,29 +155,21 @@ def _alignment(problem: Problem) -> tuple[int, bool, bool]:
     return wide, aligned, congruent
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _up(value: int, choices: tuple[int, ...]) -> int:
     return next((c for c in choices if c >= value), choices[-1])
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()
 
 
 def _plan_short(problem: Problem, device: Device) -> RowPlan:
     wide, aligned, congruent = _alignment(problem)
     if not aligned and problem.cols * ITEMSIZE[problem.dtype] <= _SHORT_UNALIGNED_BYTES:
         wide = 1  # neighboring lanes take neighboring elements, at any alignment
-    packs = _ceil(problem.cols, wide)
+    packs = ceil_div(problem.cols, wide)
     # Two vectors a lane: enough in flight, and half the shuffles.
-    team = min(_WARP, _power_of_two(_ceil(packs, 2)))
+    team = min(_WARP, power_of_two(ceil_div(packs, 2)))
     return RowPlan(
         rows=problem.rows,
         team=team,
-        vectors=_up(_ceil(packs, team), _SHORT_VECTORS),
+        vectors=_up(ceil_div(packs, team), _SHORT_VECTORS),
         threads=128,
         blocks_per_sm=1,
         wide=wide,
@@ -180,40 +178,46 @@ def _plan_short(problem: Problem, device: Device) -> RowPlan:
     )
 
 
+@dataclass(frozen=True)
+class _Split:
+    """Blocks that share a row, and the threads of each with the vectors that they hold in registers."""
+
+    parts: int
+    threads: int
+    vectors: int
+    cooperative: bool = False
+
+
 def _plan_long(problem: Problem, device: Device) -> RowPlan:
     wide, _, congruent = _alignment(problem)
-    packs = _ceil(problem.cols, wide)
-    parts, cooperative = _spread(problem, packs, device)
-    share = _share(packs, parts)
-
-    threads, vectors = _block(problem, share, parts, congruent, device)
-    excess = max(0, _ceil(share, threads) - vectors)
-    registers = _registers(problem, vectors, congruent)
-    blocks_per_sm = max(1, _REGISTERS_PER_SM // (_up(threads, _BLOCK_SIZES) * registers))
-    while blocks_per_sm > 1 and excess > _room(device, blocks_per_sm, threads):
+    packs = ceil_div(problem.cols, wide)
+    split = _split(problem, packs, device)
+    excess = max(0, ceil_div(_share(packs, split.parts), split.threads) - split.vectors)
+    registers = _REGISTERS if split.parts == 1 and not excess else _LONG_REGISTERS
+    needed = min(128, registers[split.vectors] * _register_factor(problem))
+    blocks_per_sm = max(1, _REGISTERS_PER_SM // (_up(split.threads, _BLOCK_SIZES) * needed))
+    while blocks_per_sm > 1 and excess > _room(device, blocks_per_sm, split.threads):
         blocks_per_sm -= 1
-    shared_vectors = min(excess, _room(device, blocks_per_sm, threads))
+    shared_vectors = min(excess, _room(device, blocks_per_sm, split.threads))
     return RowPlan(
         rows=problem.rows,
         team=0,
-        vectors=vectors,
-        threads=threads,
+        vectors=split.vectors,
+        threads=split.threads,
         blocks_per_sm=blocks_per_sm,
         wide=wide,
         congruent=congruent,
-        # It costs where many clusters wait for their turn.
-        overlap=device.capability >= 90 and (parts == 1 or problem.rows * parts <= 8 * device.sm_count),
-        parts=parts,
-        cooperative=cooperative,
+        overlap=device.capability >= 90,
+        parts=split.parts,
+        cooperative=split.cooperative,
         shared_vectors=shared_vectors,
         streamed=excess > shared_vectors,
     )
 
 
-def _registers(problem: Problem, vectors: int, congruent: bool) -> int:
-    """Registers that a thread needs to hold so many vectors."""
-    twice = problem.dtype == "float64" or not congruent
-    return min(128, _REGISTERS[vectors] * (2 if twice else 1))
+def _register_factor(problem: Problem) -> int:
+    """float64, and an input that is out of step with the output, take twice the registers."""
+    return 1 if problem.dtype != "float64" and _alignment(problem)[2] else 2
 
 
 def _room(device: Device, blocks_per_sm: int, threads: int) -> int:
@@ -222,97 +226,138 @@ def _room(device: Device, blocks_per_sm: int, threads: int) -> int:
     return room // (threads * _ACCESS_BYTES)
 
 
+def _share(packs: int, parts: int) -> int:
+    """Packs of a row for each of several blocks: whole lines of 128 bytes."""
+    return packs if parts == 1 else ceil_div(packs, parts * 8) * 8
+
+
+def _split(problem: Problem, packs: int, device: Device) -> _Split:
+    largest_cluster = device.max_cluster if device.capability >= 90 else 1
+    return (
+        _split_few_rows(problem, packs, device, largest_cluster)
+        or _block_in_registers(problem, packs, device)
+        or _split_as_little_as_possible(problem, packs, device, largest_cluster)
+        or _split_over_grid(problem, packs, device, largest_cluster)
+        or _Split(largest_cluster, 512, 4)
+    )
+
+
+def _full_blocks(problem: Problem, threads: int) -> int:
+    """How many blocks of 64 registers a thread a multiprocessor runs."""
+    return _THREADS_PER_SM // threads // _register_factor(problem)
+
+
+def _vectors(problem: Problem, share: int, threads: int, device: Device) -> int | None:
+    """Vectors in registers for a share of a row, the excess in shared memory; None if it's too much.
+
+    More of them where that leaves none for shared memory, or where it has no room for the rest.
+    """
+    room = _room(device, _full_blocks(problem, threads), threads)
+    each = ceil_div(share, threads)
+    usual = 80 <= device.capability < 100  # elsewhere the compiler needs more registers
+    few, many = (3, 6 if usual else 4) if _is_half(problem) else (4, 7)
+    if whole := next((vectors for vectors in (4, many) if each <= vectors), None):
+        return whole
+    return next((vectors for vectors in (few, many) if each <= vectors + room), None)
+
+
 def _is_half(problem: Problem) -> bool:
     return ITEMSIZE[problem.dtype] == 2
 
 
-def _share(packs: int, parts: int) -> int:
-    """Packs of a row for each of several blocks: whole lines of 128 bytes."""
-    return packs if parts == 1 else _ceil(packs, parts * 8) * 8
+def _split_few_rows(problem: Problem, packs: int, device: Device, largest_cluster: int) -> _Split | None:
+    """All rows at once, each in as many blocks as the chip can run; small blocks if they hold that in registers."""
+    if problem.rows > device.sm_count or packs < _SPLIT_PACKS:
+        return None
 
-
-def _spread(problem: Problem, packs: int, device: Device) -> tuple[int, bool]:
-    """Blocks that share a row, and whether they are the whole grid rather than clusters."""
-    if device.cooperative and (parts := _grid_parts(problem, packs, device)):
-        return parts, True
-    most = _largest_cluster(device)
-    best, best_cost = most, float("inf")
-    for parts in (1, 2, 4, 8, 16):
-        share = _share(packs, parts)
-        if parts > most or (parts > 1 and share < _FEWEST_PACKS):
-            break
-        if share > (2 * _PACKS if parts == 1 else _MOST_PACKS) and parts < most:
-            continue
-        # What the busiest multiprocessor has to do; a larger cluster must earn its cost.
-        resident = 4 if share <= _PACKS else 2 if parts == 1 else 3
-        blocks = problem.rows * parts
-        waves = _ceil(blocks, device.sm_count * resident)
-        cost = share * (waves * resident if waves > 1 else _ceil(blocks, device.sm_count))
-        if cost < 0.8 * best_cost:
-            best, best_cost = parts, cost
-    return best, False
-
-
-def _largest_cluster(device: Device) -> int:
-    return device.max_cluster if device.capability >= 90 else 1
-
-
-def _grid_parts(problem: Problem, packs: int, device: Device) -> int:
-    """Blocks a row if the grid holds the whole input and gains by it, else 0.
-
-    Clusters don't fill the chip, and end one by one; but waiting for the grid takes as long as reading 4 MB.
-    """
-    parts = device.sm_count // problem.rows
-    too_long = _share(packs, _largest_cluster(device)) > 2 * _PACKS
-    if not parts or not (too_long or problem.rows * packs * _ACCESS_BYTES > _GRID_BYTES):
-        return 0
-    if too_long and parts > 1 and _share(packs, parts) <= (_FEW_VECTORS + _room(device, 1, 512)) * 512:
+    def parts_of(threads: int) -> int:
+        blocks = device.sm_count * _full_blocks(problem, threads) // problem.rows
+        parts = min(largest_cluster, power_of_two(blocks + 1) // 2)
+        while parts > 1 and _share(packs, parts) < _FEWEST_PACKS:
+            parts //= 2
         return parts
-    parts *= 4  # four smaller blocks a multiprocessor
-    return parts if _share(packs, parts) <= (_FEW_VECTORS + _room(device, 4, 256)) * 256 else 0
+
+    parts, more_parts = parts_of(256), parts_of(128)
+    if more_parts <= 1:
+        return None
+    small = _share(packs, more_parts)
+    if small <= 4 * 128:
+        return _Split(more_parts, 128, 2 if small <= 2 * 128 else 4)
+    each = ceil_div(_share(packs, parts), 256)
+    vectors = _vectors(problem, _share(packs, parts), 256, device)
+    if parts > 1 and vectors and (each <= vectors or parts == more_parts):
+        # With two such blocks a multiprocessor there are registers enough.
+        few_blocks = problem.rows * parts * _register_factor(problem) <= 2 * device.sm_count
+        return _Split(parts, 256, 8 if vectors < each <= 8 and few_blocks else vectors)
+    if vectors := _vectors(problem, small, 128, device):
+        return _Split(more_parts, 128, vectors)
+    return None
 
 
-def _block(problem: Problem, packs: int, parts: int, congruent: bool, device: Device) -> tuple[int, int]:
-    """Threads, and vectors a thread, for a block that takes so many packs."""
-    # Most that fit in 128 registers. float64, and an input that is out of step with the output, take more of them.
-    most = 8 if problem.dtype == "float64" or not congruent else 16
-    if device.capability < 80 or device.capability >= 120:
-        most = min(most, 8)
-    few = problem.rows * parts <= device.sm_count
-    # Mostly in shared memory: several such blocks fit on a multiprocessor.
-    if packs > _MOST_PACKS or (packs > _PACKS and parts == 1):
-        return 512, _FEW_VECTORS
-    if packs > most * 256 or (parts > 1 and not few):
-        return 256, _FEW_VECTORS
-    if _is_half(problem) and packs > _PACKS // 2 and problem.rows < 8 * device.sm_count:
-        return 256, _FEW_VECTORS
+def _block_in_registers(problem: Problem, packs: int, device: Device) -> _Split | None:
+    """A block a row."""
+    half = _is_half(problem)
+    # Most that fit in 128 registers.
+    most = 8 if _register_factor(problem) == 2 or not 80 <= device.capability < 120 else 16
+    if packs > min(most * 256, _MOST_HALF_PACKS if half else _MOST_PACKS):
+        return None
+    few = problem.rows <= device.sm_count
     # A line of 128 bytes is peeled one element a thread.
-    fewest = 96 if _is_half(problem) else 64
+    fewest = 96 if half else 64
     candidates = [
-        (max(fewest, _ceil(_ceil(packs, vectors), _WARP) * _WARP), vectors)
-        for vectors in _VECTORS
+        (max(fewest, ceil_div(ceil_div(packs, vectors), _WARP) * _WARP), vectors)
+        for vectors in _REGISTERS
         if vectors <= (6 if packs <= 1536 else most)
     ]
     # The fewest places left empty; then about 96 threads for short rows, few for long ones unless there are few.
-    return min(
+    threads, vectors = min(
         (c for c in candidates if c[0] <= 256),
         key=lambda c: (c[0] * c[1], abs(c[0] - 96) if packs <= 1536 and not few else -c[0] if few else c[0], -c[1]),
     )
+    return _Split(1, threads, vectors)
+
+
+def _split_as_little_as_possible(
+    problem: Problem, packs: int, device: Device, largest_cluster: int
+) -> _Split | None:
+    """The fewest blocks that can hold a row; two of 256 threads are worse than one of 512."""
+    if largest_cluster == 1 and 2 * problem.rows <= device.sm_count:
+        return None  # the grid is the only way to share a row
+    for parts, threads in ((1, 256), (1, 512), (3, 256), (4, 256), (8, 256), (16, 256)):
+        vectors = _vectors(problem, _share(packs, parts), threads, device)
+        # The last kilobytes of registers are for what would need twice as many blocks otherwise.
+        if parts <= largest_cluster and vectors and (vectors <= 4 or parts >= 4):
+            return _Split(parts, threads, vectors)
+    return None
+
+
+def _split_over_grid(problem: Problem, packs: int, device: Device, largest_cluster: int) -> _Split | None:
+    """All rows at once, over all multiprocessors."""
+    if not device.cooperative:
+        return None
+    for threads, blocks_per_sm in ((512, 1), (256, _full_blocks(problem, 256))):
+        parts = device.sm_count * blocks_per_sm // problem.rows
+        room = _room(device, blocks_per_sm, threads)
+        if parts > 1 and ceil_div(_share(packs, parts), threads) <= 4 + room:
+            return _Split(parts, threads, 4, cooperative=True)
+    # What the chip can't hold is read twice, but by all of it.
+    parts = device.sm_count // problem.rows
+    return _Split(parts, 512, 4, cooperative=True) if parts > largest_cluster else None
 
 
 def _plan_strided(problem: Problem, device: Device) -> StridedPlan:
     x_outer, x_col, x_inner = problem.strides
     x_row, out_row = (x_inner, 1) if problem.inner > 1 else (x_outer, problem.cols)
     # Fewer rows a block where there are too few for the chip, but whole 32-byte sectors.
-    lanes = min(_WARP, _power_of_two(problem.rows))
+    lanes = min(_WARP, power_of_two(problem.rows))
     fewest = 32 // ITEMSIZE[problem.dtype]
-    while lanes > fewest and _ceil(problem.rows, lanes) < 2 * device.sm_count:
+    while lanes > fewest and ceil_div(problem.rows, lanes) < 2 * device.sm_count:
         lanes //= 2
     return StridedPlan(
         lanes=lanes,
         turn_in=abs(x_col) < abs(x_row) and problem.rows > 1,
         turn_out=out_row > problem.inner and problem.rows > 1,
-        grid=min(_ceil(problem.rows, lanes), cuda.MAX_GRID),
+        grid=min(ceil_div(problem.rows, lanes), cuda.MAX_GRID),
     )
 
 
@@ -323,17 +368,19 @@ def prepare(problem: Problem) -> Kernel:
         try:
             return prepare_planned(problem, chosen)
         except driver.DoesNotFit:  # a slice of a GPU, say: do with less
-            if isinstance(chosen, RowPlan) and chosen.parts > 1 and not chosen.cooperative:
-                device = replace(device, max_cluster=chosen.parts // 2)
-            else:
+            if chosen.launch().cooperative:
                 device = replace(device, cooperative=False)
+            else:
+                device = replace(device, max_cluster=chosen.launch().cluster // 2)
 
 
-def prepare_planned(problem: Problem, chosen: RowPlan | StridedPlan) -> Kernel:
+def prepare_planned(problem: Problem, chosen: Plan) -> Kernel:
     """The kernel for a launch that was chosen elsewhere; tests and tuning force theirs this way."""
     macros = cuda.defines(problem, **chosen.macros())
     if isinstance(chosen, StridedPlan):
         return cuda.kernel("softmax_fused_strided.cu", problem, macros, chosen.launch())
+    if isinstance(chosen, ColumnsPlan):
+        return cuda.kernel("softmax_fused_columns.cu", problem, macros, chosen.launch(), *chosen.constants())
     shared_vectors = ctypes.c_int(chosen.shared_vectors)
     return cuda.kernel("softmax_fused.cu", problem, macros, chosen.launch(), shared_vectors)
 
