@@ -61,6 +61,13 @@ def softmax(
         BackendError: No backend can take the input; lists every backend with its reasons.
         NotImplementedError: The input requires grad or carries a tangent, which would be lost.
     """
+    # What _call does where an earlier call was alike: one call less, a tenth of a microsecond, on the busiest path.
+    framework = arrays.by_type.get(type(x))
+    common = type(dim) is int and type(backend) is str and dtype is None and out is None and not unknown
+    if common and framework is not None:
+        signature = framework.key(x)
+        if call := _calls.get(("softmax", dim, backend, None, dispatch.override.get(), signature)):
+            return call(x)
     return _call("softmax", x, dim, backend, dtype, out, unknown)
 
 
@@ -273,7 +280,7 @@ def _overlap_guard(framework: Framework, x: Any, out: Any) -> Callable[[Any, Any
     """A function that refuses arrays laid out as these two if they share memory without being the same."""
     source, target = framework.footprint(x), framework.footprint(out)
     nearest, farthest = source.low - target.high, source.high - target.low
-    alike = source == target
+    alike = source == target and all(of(x) == of(out) for of in (framework.dtype, framework.flaw))
     address = framework.address
 
     def check(x: Any, out: Any) -> None:

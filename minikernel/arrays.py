@@ -217,7 +217,8 @@ class NumPy(_NumPyLike):
         return int(x.__array_interface__["data"][0])
 
     def cast(self, x: Any, dtype: str) -> Any:
-        return x.astype(numpy_dtype(dtype), order="C")
+        with np.errstate(all="ignore"):  # infinities are answers here
+            return x.astype(numpy_dtype(dtype), order="C")
 
     def contiguous(self, x: Any) -> Any:
         return x.astype(x.dtype.newbyteorder("="), order="C")
@@ -336,8 +337,9 @@ class Torch(Framework):
         self.torch = torch
         self.dtypes = {name: getattr(torch, name) for name in ITEMSIZE}
         self.plain_types = (torch.Tensor, torch.nn.Parameter)
-        self.strided = torch.strided
         functorch = getattr(torch._C, "_functorch", None)
+        # Inside a transform even a plain tensor's results are wrapped.
+        self.transform: Callable[[], Any] = getattr(functorch, "maybe_current_level", lambda: None)
         self.is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", lambda x: False)
         self.forward_ad = torch.autograd.forward_ad
         self.dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
@@ -349,7 +351,7 @@ class Torch(Framework):
 
     def check(self, x: Any) -> Any:
         torch = self.torch
-        if self.is_wrapped(x):
+        if self.is_wrapped(x) or self.transform() is not None:
             raise NotImplementedError("there are no gradients or batching rules yet: call it outside torch.func")
         if x.is_nested:
             raise TypeError(
@@ -441,6 +443,8 @@ class Torch(Framework):
     def check_out(self, out: Any) -> None:
         if out.requires_grad and self.torch.is_grad_enabled():
             raise ValueError("out requires grad: results can't be recorded in a tensor that is given")
+        if out.is_inference() and not self.torch.is_inference_mode_enabled():
+            raise ValueError("out is an inference tensor, which can't be written outside of inference mode")
         self.check(out)
         if out.is_neg():
             raise ValueError("out has PyTorch's lazy negation set: pass a plain tensor")
@@ -453,22 +457,23 @@ class Torch(Framework):
     def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
         if problem.device != "cuda" or kernel.scratch:
             return None
-        torch, index, run = self.torch, problem.index, kernel.run
-        raw_stream, current_device = self.raw_stream, self.current_device
+        torch, index, run, raw_stream = self.torch, problem.index, kernel.run, self.raw_stream
         launch = self.launcher(kernel, index)
         shape, device, dtype = x.shape, x.device, self.dtypes[problem.out_dtype]
         empty_like, empty = torch.empty_like, torch.empty
         alike = x.is_contiguous() and x.dtype == dtype
 
-        def call(x: Any) -> Any:
-            out = empty_like(x) if alike else empty(shape, dtype=dtype, device=device)
-            if current_device() == index:
-                run(x.data_ptr(), out.data_ptr(), raw_stream(index), 0)
-            else:
-                launch(x, out)
+        def call_on_the_only_device(x: Any) -> Any:
+            out = empty_like(x)
+            run(x.data_ptr(), out.data_ptr(), raw_stream(index), 0)
             return out
 
-        return call
+        def call(x: Any) -> Any:
+            out = empty_like(x) if alike else empty(shape, dtype=dtype, device=device)
+            launch(x, out)
+            return out
+
+        return call_on_the_only_device if alike and torch.cuda.device_count() == 1 else call
 
     def launcher(self, kernel: Kernel, index: int) -> Callable[[Any, Any], None]:
         run, scratch_bytes = kernel.run, kernel.scratch
@@ -490,6 +495,7 @@ class Torch(Framework):
     def _make_key(self) -> Callable[[Any], tuple[Any, ...] | None]:
         """``key`` as a closure: it is on every call's path, and attributes of ``self`` would take a third of it."""
         plain_types, forward_ad = self.plain_types, self.forward_ad
+        half_types, transform = tuple(self.dtypes[name] for name in HALF_TYPES), self.transform
         dispatch_modes, is_tracing, autocasts = self.dispatch_modes, self.is_tracing, self.torch.is_autocast_enabled
 
         def key(x: Any) -> tuple[Any, ...] | None:
@@ -500,12 +506,15 @@ class Torch(Framework):
                 or forward_ad._current_level >= 0
                 or dispatch_modes()
                 or is_tracing()
+                or transform() is not None
             ):
                 return None
             try:
                 if not (address := x.data_ptr()):
                     return None
-                return x.dtype, x.shape, x.is_contiguous() or x.stride(), x.get_device(), address & 15, autocasts()
+                dtype = x.dtype
+                autocast = dtype in half_types and autocasts()
+                return dtype, x.shape, x.is_contiguous() or x.stride(), x.device, address & 15, autocast
             except RuntimeError:  # nested, sparse, or wrapped by a transform: it has no strides or no memory
                 return None
 
@@ -514,7 +523,7 @@ class Torch(Framework):
     def effective_dtype(self, x: Any, dtype: Any) -> Any:
         # Without an argument it means CUDA's.
         if dtype is None and self.torch.is_autocast_enabled() and x.is_cuda:
-            return self.torch.float32 if x.dtype in (self.torch.float16, self.torch.bfloat16) else None
+            return self.torch.float32 if self.dtype(x) in HALF_TYPES else None
         return dtype
 
 

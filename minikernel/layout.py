@@ -63,9 +63,11 @@ def normalize_dim(dim: Any, rank: int) -> int:
         IndexError: It is out of range; the message gives the range.
     """
     try:
-        index = dim.__index__()
+        index = None if isinstance(dim, bool) else dim.__index__()
     except (AttributeError, TypeError):
-        raise TypeError(f"dim must be an integer, not {type(dim).__name__}") from None
+        index = None
+    if index is None:
+        raise TypeError(f"dim must be an integer, not {type(dim).__name__}")
     axes = max(1, rank)
     if not -axes <= index < axes:
         raise IndexError(f"dim is out of range: expected {-axes} to {axes - 1} for a {rank}-d input, got {index}")

@@ -1,6 +1,6 @@
 """Which backend is the fastest where: measured tables, one for each GPU model, that auto goes by.
 
-``python -m minikernel tune`` writes one (see ``tune.py``). Here they are found, read and looked up. Nothing is
+``python -m minikernel tune`` writes one (see ``tune/``). Here they are found, read and looked up. Nothing is
 read before the first CUDA array comes, and nothing at all where there is no GPU.
 """
 

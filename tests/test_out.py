@@ -326,3 +326,25 @@ def test_from_the_host_through_a_gpu(copied_route, failures):
     expected = reference(copied_route.kind.tensor(x).clone())
     copied_route.run(x, out=x)
     assert mismatch(copied_route.kind.tensor(x), expected) is None
+
+
+def test_another_view_of_the_same_memory_is_no_input():
+    """Where bytes are read as something else, writing the result would destroy the input."""
+    x = np.arange(35, dtype=np.int32).reshape(5, 7)
+    with pytest.raises(ValueError, match="overlaps"):
+        softmax(x, dtype="float32", out=x.view(np.float32))
+    swapped = np.ones((5, 7), np.dtype(np.float32).newbyteorder())
+    with pytest.raises(ValueError, match="overlaps"):
+        softmax(swapped, out=swapped.view(np.float32))
+    half = torch.ones(5, 7, dtype=torch.float16)
+    with pytest.raises(ValueError, match="overlaps"):
+        softmax(half, dtype=torch.bfloat16, out=half.view(torch.bfloat16))
+    assert (x == np.arange(35).reshape(5, 7)).all()
+
+
+def test_an_inference_tensor_is_written_in_inference_mode_alone():
+    with torch.inference_mode():
+        out = torch.empty(5, 7)
+        softmax(torch.ones(5, 7), out=out)
+    with pytest.raises(ValueError, match="inference"):
+        softmax(torch.ones(5, 7), out=out)
