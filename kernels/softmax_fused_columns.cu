@@ -32,7 +32,7 @@
 #include "fused_team.cuh"
 
 // The loads into shared memory come in groups, so that work on the first starts before the last has arrived.
-constexpr int kGroups = TURN ? 2 : 3;
+constexpr int kGroups = TURN && __CUDA_ARCH__ < 1000 ? 2 : 3;
 // Packs in registers that are taken together, relative to one max a row: few, for the same reason.
 constexpr int kChunk = VECTORS % 4 == 0 ? 4 : VECTORS % 3 == 0 ? 3 : VECTORS;
 static_assert(VECTORS % kChunk == 0);
@@ -364,10 +364,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int round = 0; round < kRounds; ++round) {
                 const int staged = first_row + round * int(blockDim.x / units);
                 const int r = staged % across * kWide + staged / across;
-                if (staged >= tile_rows) break;
-                if (r >= tile_left) continue;  // later ones may be lower
                 const char* from = stage + staged * pitch + swizzle(staged % across, unit * kUnit * int(sizeof(Out)));
-                move_unit(to + r * layout.cols + at, reinterpret_cast<const Out*>(from));
+                if (staged < tile_rows && r < tile_left)
+                    move_unit(to + r * layout.cols + at, reinterpret_cast<const Out*>(from));
             }
         };
         auto read_run = [&](Pack<In>(&run)[kRun], int t) {

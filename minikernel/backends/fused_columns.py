@@ -277,8 +277,8 @@ def _plan_tile(problem: Problem, device: Device, wide: int, across: int, parts: 
         groups = max(groups, min(_FEWEST_THREADS // across, power_of_two(share)), ceil_div(_WARP, across))
     groups = min(groups, _MOST_THREADS // across)
     vectors = _REGISTER_BYTES // slot
-    if turn and size == 2 and not _out_is_aligned(problem):
-        vectors = min(vectors, 4)  # writing one by one takes registers
+    if turn and not _out_is_aligned(problem):
+        vectors = min(vectors, 4 if size == 2 else 2)  # writing one by one takes registers
     if across >= _WARP and across * groups <= _MOST_IN_REGISTERS and not turn:
         alone = _VECTORS if slot == _ACCESS_BYTES else (4, vectors)
         vectors = next((v for v in alone if v >= ceil_div(share, groups)), vectors)

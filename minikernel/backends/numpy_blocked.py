@@ -11,143 +11,94 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
 
-from minikernel.problem import DTYPES, ITEMSIZE, Kernel, Problem
+from minikernel.problem import DTYPES, Kernel, Problem
 from minikernel.registry import Backend
+
+from .numpy_plan import MAX_THREADS, MERGED, SHORT, Plan, plan
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Item = TypeVar("Item")
 
-TILE_BYTES = 512 * 1024  # half a core's L2: smaller tiles cost more in calls than they save in misses
-WIDE_TILE_BYTES = 4 * TILE_BYTES  # with inner > 1 long runs matter more than the L2
-WIDTH = 4096  # elements of a tile along inner
-SHORT_RUN = 32  # contiguous elements below which NumPy's cost per inner loop outweighs the arithmetic
-LONG_RUN = 1024  # and from which it no longer shows
-ADDENDS = 128  # float32 numbers added one by one, at most, where neighbors are contiguous
-LANES = 32  # elements of a transposed input read together, as they are neighbors in memory
-PARALLEL_SIZE = 1 << 18  # elements below which starting a thread costs more than it saves
-MAX_THREADS = 8  # bounds the scratch of all threads together, two tiles each
+BLOCK = 1 << 15  # elements transposed at once
+GAP = 16  # elements between runs in scratch memory
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a problem is cut up. Only ``threads`` depends on the machine, and no bit of the result on it.
-
-    Attributes:
-        tile: Extents of a tile over outer, cols and inner.
-        order: The axes of a tile in scratch memory, slowest first.
-        work_dtype: What exponentials are computed in: float32, or float64 for float64.
-        fold: How many neighbors along cols are reduced side by side, where NumPy would go one by one.
-        in_output: Whether the output itself serves as the working tile.
-        long_sum: Whether NumPy adds so many numbers one by one that it must do so in float64.
-        strips: How many groups of rows there are that can be worked on independently.
-        pieces: How many tiles a row is split into.
-        threads: How many threads work on it.
-    """
-
-    tile: tuple[int, int, int]
-    order: tuple[int, int, int]
-    work_dtype: str
-    fold: int
-    in_output: bool
-    long_sum: bool
-    strips: int
-    pieces: int
-    threads: int
+def build(problem: Problem, cpus: int) -> Callable[[Array, Array, int, int], None]:
+    """What :class:`Kernel` runs for ``problem`` on ``cpus`` processors."""
+    planned = plan(problem, cpus)
+    single = planned.strips == planned.pieces == planned.max_fold == planned.sum_fold == 1
+    if single and planned.in_output and not planned.staged:
+        return _small_softmax if problem.op == "softmax" else _small_log_softmax
+    return Softmax(problem, planned)
 
 
-def _even_share(extent: int, most: int) -> int:
-    """The largest part, ``most`` at most, if ``extent`` is cut evenly and for two or four threads alike."""
-    parts = -(-extent // most)
-    return extent if parts == 1 else -(-extent // (-(-parts // 4) * 4))
+# For a tiny input the calls are the cost.
 
 
-def plan(problem: Problem, cpus: int) -> Plan:
-    """Choose a :class:`Plan` for ``problem`` on ``cpus`` processors."""
-    shape = outer, cols, inner = problem.outer, problem.cols, problem.inner
-    work_dtype = "float64" if problem.dtype == "float64" else "float32"
-    last = 2 if inner > 1 else 1
-    runs = [axis for axis in range(3) if shape[axis] >= LANES and problem.strides[axis]]
-    # The axis whose elements are neighbors in memory; not the last one if the input is transposed.
-    lead = min(runs, key=lambda axis: abs(problem.strides[axis]), default=last)
-    in_output = problem.out_dtype == work_dtype and lead == last
-    wide = inner >= SHORT_RUN and in_output and problem.op == "softmax"  # needs no scratch
-    size = (WIDE_TILE_BYTES if wide else TILE_BYTES) // ITEMSIZE[work_dtype]
-    size = min(size, max(outer * cols * inner, PARALLEL_SIZE) // 4)
+def _small_softmax(x: Array, out: Array, stream: int = 0, scratch: int = 0) -> None:
+    with np.errstate(all="ignore"):
+        np.subtract(x, np.maximum.reduce(x, axis=1, keepdims=True), out)
+        np.exp(out, out)
+        np.divide(out, np.add.reduce(out, axis=1, keepdims=True), out)
 
-    height = LANES if lead == 0 else 1
-    if lead == 2:
-        width = _even_share(inner, WIDTH if cols <= WIDTH else LONG_RUN)
-    else:
-        width = _even_share(inner, max(LANES, size // (cols * height)))
-    length = _even_share(cols, size // (width * height))
-    if length == cols:
-        height = _even_share(outer, size // (cols * width))
-    tile = (height, length, width)
 
-    if lead == last and tile[last] < SHORT_RUN and max(tile) >= 2 * SHORT_RUN:
-        lead = max(range(3), key=tile.__getitem__)
-    order = ((1, 2, 0), (0, 2, 1), (0, 1, 2))[lead if lead != last else 2]
-    fold = max(1, LONG_RUN // width, length // ADDENDS)
-    return Plan(
-        tile=tile,
-        order=order,
-        work_dtype=work_dtype,
-        fold=fold if order == (0, 1, 2) and width == inner and length >= 8 * fold else 1,
-        in_output=in_output and order == (0, 1, 2),
-        long_sum=order == (1, 2, 0) and length > ADDENDS,
-        strips=-(-outer // height) * -(-inner // width),
-        pieces=-(-cols // length),
-        threads=min(cpus, MAX_THREADS) if outer * cols * inner >= PARALLEL_SIZE else 1,
-    )
+def _small_log_softmax(x: Array, out: Array, stream: int = 0, scratch: int = 0) -> None:
+    with np.errstate(all="ignore"):
+        np.subtract(x, np.maximum.reduce(x, axis=1, keepdims=True), out)
+        np.subtract(out, np.log(np.add.reduce(np.exp(out), axis=1, keepdims=True)), out)
 
 
 class Softmax:
-    """What :class:`Kernel` runs: softmax or log-softmax of one problem, by its plan."""
+    """Softmax or log-softmax of one problem, by its plan."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.plan = plan
         self.log = problem.op == "log_softmax"
-        self.bfloat16_in = problem.dtype == "bfloat16"
-        self.out_dtype = problem.out_dtype
-        self.staged = problem.dtype != plan.work_dtype or plan.order != (0, 1, 2)
-        self.plain = plan.in_output and not self.staged and not self.log and plan.fold == 1
-        self.axes = np.argsort(plan.order)
-        mergeable = self.staged or problem.strides[1] == problem.strides[2] * problem.inner
-        self.fold_values = plan.fold if problem.inner > 1 and mergeable else 1
-        self.scratch_size = int(np.prod(plan.tile)) if self.log or not plan.in_output else 0
+        self.dtype, self.out_dtype = problem.dtype, problem.out_dtype
+        self.axis = plan.order.index(1)
+        # Whether arithmetic can write to the output: in runs, or across runs so short that a copy is no faster.
+        ready = plan.out_axis == plan.fast or plan.tile[plan.out_axis] <= SHORT
+        self.straight = ready and self.out_dtype == plan.work_dtype
+        extents = [(problem.outer, problem.cols, problem.inner)[axis] for axis in plan.order]
+        cuts = [_cuts(extent, step) for extent, step in zip(extents, plan.tile, strict=True)]
+        self.pieces = [(slice(None),) * self.axis + (cut,) for cut in cuts[self.axis]]
+        cuts[self.axis] = [slice(None)]
+        self.strips = list(product(*cuts))
+        # Whether a thread works on a strip alone, whose peaks and sums it keeps.
+        kept = plan.pieces * (prod(plan.tile) // plan.tile[self.axis])
+        self.in_turn = plan.strips >= 2 * plan.threads and kept * MAX_THREADS <= MERGED
 
     def __call__(self, x: Array, out: Array, stream: int = 0, scratch: int = 0) -> None:
+        plan = self.plan
+        x, out = x.transpose(plan.order), out.transpose(plan.order)
         with np.errstate(all="ignore"):
-            if self.plan.strips > 1 or self.plan.pieces > 1:
-                self.tiled(x, out)
-            elif self.plain:
-                _plain_softmax(x, out)
-            else:
+            if plan.strips == plan.pieces == 1:
                 self.whole_rows((x, out), self.new_scratch())
+            else:
+                self.tiled(x, out)
 
     def tiled(self, x: Array, out: Array) -> None:
-        plan = self.plan
-        height, _, width = plan.tile
-        corners = product(range(0, x.shape[0], height), range(0, x.shape[2], width))
-        boxes = [np.s_[o : o + height, :, i : i + width] for o, i in corners]
-        strips = [(x[box], out[box]) for box in boxes]
-        if plan.pieces == 1:
+        strips = [(x[box], out[box]) for box in self.strips]
+        if self.plan.pieces == 1:
             self.share(self.whole_rows, strips)
-        elif plan.strips >= 2 * plan.threads:
+        elif self.in_turn:
             self.share(lambda strip, scratch: self.split_rows(*strip, _in_turn(scratch)), strips)
         else:
             for strip in strips:
                 self.split_rows(*strip, self.share)
 
     def new_scratch(self) -> Array:
-        return np.empty((2, self.scratch_size), self.plan.work_dtype)
+        first, second, last = self.plan.tile
+        # Transposing reads across runs, and those a power of 2 apart compete for the same lines of the cache.
+        gap = GAP if self.plan.out_axis != self.plan.fast and last % 64 == 0 else 0
+        return np.empty((self.plan.scratch_tiles, first, second, last + gap), self.plan.work_dtype)
 
     def share(self, task: Callable[[Item, Array], None], items: Iterable[Item]) -> None:
         """Do ``task(item, scratch)`` for all items, on this thread and on what helpers there are."""
@@ -181,109 +132,137 @@ class Softmax:
         x, out = strip
         work, spare = self.tiles(out, scratch)
         values = self.load(x, work)
-        np.subtract(values, _reduce(np.maximum, values, self.fold_values), out=work)
+        np.subtract(values, self.reduce(np.maximum, values, self.plan.max_fold), out=work)
         powers = np.exp(work, out=spare if self.log else work)
-        self.normalize(work, self.sum(powers))
-        self.store(work, spare, out)
+        total = self.reduce(np.add, powers, self.plan.sum_fold)
+        if self.straight:
+            self.normalize(work, total, out)
+        else:
+            self.normalize(work, total, work)
+            self.store(work, spare, out)
 
     def split_rows(self, x: Array, out: Array, for_all: Callable[..., None]) -> None:
         """The online softmax over pieces of rows; ``for_all(task, items)`` does the work, threaded or not."""
-        length = self.plan.tile[1]
-        pieces = [np.s_[:, c : c + length] for c in range(0, x.shape[1], length)]
-        keep = self.plan.in_output and not self.log
-        peaks, sums = np.empty((2, len(pieces), x.shape[0], 1, x.shape[2]), np.float64)
+        pieces = self.pieces
+        lowest = float(np.finfo(self.plan.work_dtype).min)
+        rows = tuple(1 if axis == self.axis else n for axis, n in enumerate(x.shape))
+        peaks, sums = np.empty((2, len(pieces), *rows))
+        keeps = self.out_dtype == self.plan.work_dtype
 
         def exponentiate(k: int, scratch: Array) -> None:
-            work, spare = self.tiles(out[pieces[k]], scratch)
-            values = self.load(x[pieces[k]], work)
-            peaks[k] = peak = _reduce(np.maximum, values, self.fold_values)
-            powers = spare if self.log else work
-            np.subtract(values, np.where(peak == -np.inf, peak.dtype.type(0), peak), out=powers)
-            np.exp(powers, out=powers)
-            sums[k] = self.sum(powers)
-
-        def finish(k: int, scratch: Array) -> None:
             piece = out[pieces[k]]
             work, spare = self.tiles(piece, scratch)
-            if keep:
-                np.multiply(work, scales[k].astype(work.dtype), out=work)
-                return
+            values = self.load(x[pieces[k]], work)
+            peak = self.reduce(np.maximum, values, self.plan.max_fold)
+            np.maximum(peak, lowest, out=peak)  # so that the powers of nothing but -inf are 0
+            np.subtract(values, peak, out=work)
+            powers = np.exp(work, out=spare if self.log else work)
+            peaks[k], sums[k] = peak, self.reduce(np.add, powers, self.plan.sum_fold)
+            if keeps:
+                self.store(work, spare, piece)
+
+        def scale(k: int, scratch: Array) -> None:
+            piece = out[pieces[k]]
+            if self.log:
+                np.add(piece, shifts[k].astype(piece.dtype), out=piece)
+            else:
+                np.multiply(piece, scales[k].astype(piece.dtype), out=piece)
+
+        def recompute(k: int, scratch: Array) -> None:
+            piece = out[pieces[k]]
+            work, spare = self.tiles(piece, scratch)
             np.subtract(self.load(x[pieces[k]], work), peak, out=work)
             if not self.log:
                 np.exp(work, out=work)
-            self.normalize(work, total)
+            self.normalize(work, total, work)
             self.store(work, spare, piece)
 
         for_all(exponentiate, range(len(pieces)))
         peak = np.maximum.reduce(peaks)
-        scales = np.exp(np.subtract(peaks, peak, out=peaks), out=peaks)
+        shifts = np.subtract(peaks, peak, out=peaks)
+        scales = np.exp(shifts)
         total = np.add.reduce(np.multiply(sums, scales, out=sums))
-        np.divide(scales, total, out=scales)
-        peak, total = peak.astype(self.plan.work_dtype), total.astype(self.plan.work_dtype)
-        for_all(finish, range(len(pieces)))
+        if keeps:
+            np.divide(scales, total, out=scales)
+            np.subtract(shifts, np.log(total), out=shifts)
+            for_all(scale, range(len(pieces)))
+        else:
+            peak, total = peak.astype(self.plan.work_dtype), total.astype(self.plan.work_dtype)
+            for_all(recompute, range(len(pieces)))
 
     def tiles(self, out: Array, scratch: Array) -> tuple[Array, Array]:
-        """The tile to work in and, where there is scratch memory, a spare of the same shape."""
-        if not self.scratch_size:
-            return out, out
-        shape = [out.shape[axis] for axis in self.plan.order]
-        first, second = (half[: out.size].reshape(shape).transpose(self.axes) for half in scratch)
-        return (out, second) if self.plan.in_output else (first, second)
+        """The tile to work in, and a spare of the same shape where the plan has one."""
+        first, second, last = out.shape
+        tiles = [out] if self.plan.in_output else []
+        tiles += [part[:first, :second, :last] for part in scratch]
+        return tiles[0], tiles[-1]
 
     def load(self, x: Array, work: Array) -> Array:
-        """``x`` as ``work_dtype``: itself if it is that already, else in ``work``."""
-        if not self.staged:
+        """``x`` as ``work_dtype``: itself if it can be read as it lies, else in ``work``."""
+        if not self.plan.staged:
             return x
-        if self.bfloat16_in:
-            bits = work.view(np.uint32)
-            np.copyto(bits, x)
-            np.left_shift(bits, 16, out=bits)
+        target = work.view(np.uint32) if self.dtype == "bfloat16" else work
+        if self.plan.x_axis == self.plan.fast or x.shape[self.plan.x_axis] <= SHORT or x.size < BLOCK:
+            np.copyto(target, x)
         else:
-            np.copyto(work, x)
+            _transpose(target, x, self.plan.x_axis, self.plan.fast)
+        if self.dtype == "bfloat16":
+            np.left_shift(target, 16, out=target)
         return work
 
-    def sum(self, powers: Array) -> Array:
-        if self.plan.long_sum:
-            return np.add.reduce(powers, axis=1, keepdims=True, dtype=np.float64).astype(powers.dtype)
-        return _reduce(np.add, powers, self.plan.fold)
+    def reduce(self, ufunc: np.ufunc, values: Array, fold: int) -> Array:
+        """Reduce cols, keeping the axis."""
+        first, cols, last = values.shape
+        if cols > fold > 1:
+            even = cols // fold * fold
+            parts = ufunc.reduce(values[:, :even].reshape(first, -1, fold, last), axis=1)
+            values = np.concatenate((parts, values[:, even:]), axis=1) if even < cols else parts
+        reduced: Array = ufunc.reduce(values, axis=self.axis, keepdims=True)
+        return reduced
 
-    def normalize(self, work: Array, total: Array) -> None:
+    def normalize(self, work: Array, total: Array, target: Array) -> None:
         if self.log:
-            np.subtract(work, np.log(total), out=work)
+            np.subtract(work, np.log(total), out=target)
         else:
-            np.divide(work, total, out=work)
+            np.divide(work, total, out=target)
 
     def store(self, work: Array, spare: Array, out: Array) -> None:
-        """Round ``work`` to the output's dtype, to nearest, ties to even."""
-        if work is out:
-            return
+        """Copy to the output, rounded to its dtype: to nearest, ties to even."""
         if self.out_dtype == "bfloat16":
-            _round_to_bfloat16(work, spare, out)
-            return
-        if self.out_dtype == "float16":
+            work = _round_to_bfloat16(work, spare)
+        elif self.out_dtype == "float16":
             _round_to_subnormal_half(work, spare)
-        np.copyto(out, work, casting="same_kind")
+        if self.straight and work is not out:
+            np.positive(work, out=out)
+        elif work is not out:
+            np.copyto(out, work, casting="same_kind")
 
 
-def _plain_softmax(x: Array, out: Array) -> None:
-    # For a tiny input the calls are the cost.
-    np.subtract(x, np.maximum.reduce(x, axis=1, keepdims=True), out=out)
-    np.exp(out, out=out)
-    np.divide(out, np.add.reduce(out, axis=1, keepdims=True), out=out)
+def _transpose(target: Array, source: Array, near: int, far: int) -> None:
+    """Copy and cast, block by block: neighbors lie along ``near`` in ``source`` and along ``far`` in ``target``."""
+    rest = 3 - near - far
+    block = [0, 0, 0]
+    block[near] = _evenly(target.shape[near], 128)
+    block[far] = _evenly(target.shape[far], 256)
+    block[rest] = max(1, BLOCK // (block[near] * block[far]))
+    # Runs a power of 2 apart would compete for the same lines of the cache.
+    cells = np.empty((block[rest], block[far], block[near] + GAP), target.dtype)
+    cells = cells.transpose(np.argsort((rest, far, near)))
+    for corner in product(*(range(0, n, step) for n, step in zip(target.shape, block, strict=True))):
+        box = tuple(slice(start, start + step) for start, step in zip(corner, block, strict=True))
+        part = target[box]
+        cell = cells[tuple(slice(n) for n in part.shape)]
+        np.copyto(cell, source[box])
+        np.copyto(part, cell)
 
 
-def _reduce(ufunc: np.ufunc, values: Array, fold: int) -> Array:
-    """Reduce axis 1, keeping it; ``fold`` > 1 wants axes 1 and 2 of ``values`` to be contiguous together."""
-    if fold > 1:
-        outer, cols, inner = values.shape
-        even = cols // fold * fold
-        parts = ufunc.reduce(values[:, :even].reshape(outer, -1, fold * inner), axis=1)
-        values = np.concatenate((parts.reshape(outer, fold, inner), values[:, even:]), axis=1)
-    reduced: Array = ufunc.reduce(values, axis=1, keepdims=True)
-    return reduced
+def _evenly(extent: int, most: int) -> int:
+    """The largest of the parts, each ``most`` at most, if ``extent`` is cut into as few as can be."""
+    return -(-extent // -(-extent // most))
 
 
-def _round_to_bfloat16(work: Array, spare: Array, out: Array) -> None:
+def _round_to_bfloat16(work: Array, spare: Array) -> Array:
+    """The bits of bfloat16, in ``work``."""
     nan = np.isnan(work)
     bits, odd = work.view(np.uint32), spare.view(np.uint32)
     np.right_shift(bits, 16, out=odd)
@@ -292,7 +271,7 @@ def _round_to_bfloat16(work: Array, spare: Array, out: Array) -> None:
     np.add(bits, 0x7FFF, out=bits)
     np.right_shift(bits, 16, out=bits)
     np.copyto(bits, 0x7FC0, where=nan)  # the carry of a NaN may have run into its sign
-    np.copyto(out, bits, casting="same_kind")
+    return bits
 
 
 def _round_to_subnormal_half(work: Array, spare: Array) -> None:
@@ -301,6 +280,10 @@ def _round_to_subnormal_half(work: Array, spare: Array) -> None:
     np.add(work, np.float32(0.75), out=spare)
     np.subtract(spare, np.float32(0.75), out=spare)
     np.copyto(work, spare, where=(work < np.float32(2**-14)) & (work > np.float32(-(2**-14))))
+
+
+def _cuts(extent: int, step: int) -> list[slice]:
+    return [slice(start, start + step) for start in range(0, extent, step)]
 
 
 def _in_turn(scratch: Array) -> Callable[[Callable[[Item, Array], None], Iterable[Item]], None]:
@@ -328,7 +311,7 @@ def _cpus() -> int:
 
 def prepare(problem: Problem) -> Kernel:
     """The kernel for ``problem``, whose ``run`` returns when the work is done."""
-    return Kernel(Softmax(problem, plan(problem, _cpus())))
+    return Kernel(build(problem, _cpus()))
 
 
 BACKEND = Backend(name="numpy", rank=50, devices=("cpu",), dtypes=DTYPES, prepare=prepare)
