@@ -32,7 +32,7 @@
 #include "fused_team.cuh"
 
 // The loads into shared memory come in groups, so that work on the first starts before the last has arrived.
-constexpr int kGroups = TURN && __CUDA_ARCH__ < 1000 ? 2 : 3;
+constexpr int kGroups = 3;  // the waits below count on it
 // Packs in registers that are taken together, relative to one max a row: few, for the same reason.
 constexpr int kChunk = VECTORS % 4 == 0 ? 4 : VECTORS % 3 == 0 ? 3 : VECTORS;
 static_assert(VECTORS % kChunk == 0);

@@ -378,6 +378,7 @@ def _bind_into(
     execute = _executor(framework, decision, kernel, request.problem)
 
     def fill(x: Any, out: Any) -> None:
+        framework.check_writable(out)
         refuse_overlap(x, out)
         prepared = request.prepare(framework, x)
         if request.into_temporary:

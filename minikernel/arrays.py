@@ -164,6 +164,9 @@ class Framework:
     def check_out(self, out: Any) -> None:
         """Raise a TypeError or ValueError if ``out`` can't be written."""
 
+    def check_writable(self, out: Any) -> None:
+        """Raise a ValueError if ``out`` can't be written now: asked on every call, as its key doesn't tell."""
+
     def wrote(self, out: Any) -> None:
         """Tell the framework that a kernel has filled one of its arrays."""
 
@@ -235,8 +238,13 @@ class NumPy(_NumPyLike):
 
     def check_out(self, out: Any) -> None:
         self.check(out)
-        if not isinstance(out, np.ndarray) or not out.flags.writeable or not out.dtype.isnative:
-            raise ValueError("out must be a writable NumPy array in native byte order")
+        self.check_writable(out)
+        if not isinstance(out, np.ndarray) or not out.dtype.isnative:
+            raise ValueError("out must be a NumPy array in native byte order")
+
+    def check_writable(self, out: Any) -> None:
+        if not out.flags.writeable:
+            raise ValueError("out is read-only")
 
     def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
         if type(x) is not np.ndarray or not x.flags.c_contiguous:
@@ -443,11 +451,14 @@ class Torch(Framework):
     def check_out(self, out: Any) -> None:
         if out.requires_grad and self.torch.is_grad_enabled():
             raise ValueError("out requires grad: results can't be recorded in a tensor that is given")
-        if out.is_inference() and not self.torch.is_inference_mode_enabled():
-            raise ValueError("out is an inference tensor, which can't be written outside of inference mode")
+        self.check_writable(out)
         self.check(out)
         if out.is_neg():
             raise ValueError("out has PyTorch's lazy negation set: pass a plain tensor")
+
+    def check_writable(self, out: Any) -> None:
+        if out.is_inference() and not self.torch.is_inference_mode_enabled():
+            raise ValueError("out is an inference tensor, which can't be written outside of inference mode")
 
     def wrote(self, out: Any) -> None:
         # Otherwise backward would use what the kernel overwrote, in silence.

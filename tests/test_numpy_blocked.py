@@ -195,7 +195,8 @@ def test_many_small_tiles(shape, axes, op, dtype, monkeypatch):
     monkeypatch.setattr(numpy_plan, "TILE_BYTES", 1 << 14)
     monkeypatch.setattr(numpy_plan, "SMALL_SIZE", 1 << 10)
     monkeypatch.setattr(numpy_plan, "SHARE", 1 << 9)
-    monkeypatch.setattr(numpy_blocked, "BLOCK", 1 << 9)
+    monkeypatch.setattr(numpy_blocked, "BLOCK_BYTES", 1 << 11)
+    monkeypatch.setattr(numpy_blocked, "BLOCKED_SIZE", 1 << 9)
     values = normal(shape, "float32" if dtype == "bfloat16" else dtype)
     nan, infinity = np.nan, np.inf
     if dtype == "bfloat16":
@@ -411,7 +412,8 @@ def test_a_plan_covers_the_problem_within_bounds(shape, axes, op, dtype):
     tile_bytes = height * length * width * np.dtype(planned.work_dtype).itemsize
     if planned.threads > 1:
         scratch = planned.scratch_tiles
-        assert tile_bytes <= (numpy_plan.TILE_BYTES // scratch if scratch else 4 * numpy_plan.TILE_BYTES)
+        assert tile_bytes <= (2 * numpy_plan.TILE_BYTES // scratch if scratch else 4 * numpy_plan.TILE_BYTES)
+        assert tile_bytes * scratch * planned.threads <= numpy_plan.SCRATCH_BYTES
     if planned.pieces > 1:
         assert height * width * planned.pieces <= 4 * numpy_plan.MERGED
     assert planned.in_output == (planned.fast == planned.out_axis and dtype != "float16")

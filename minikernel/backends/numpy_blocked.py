@@ -21,12 +21,12 @@ import numpy as np
 from minikernel.problem import DTYPES, Kernel, Problem
 from minikernel.registry import Backend
 
-from .numpy_plan import MAX_THREADS, MERGED, SHORT, Plan, plan
+from .numpy_plan import BLOCK_BYTES, LANES, MAX_THREADS, MERGED, SHORT, Plan, plan
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Item = TypeVar("Item")
 
-BLOCK = 1 << 15  # elements transposed at once
+BLOCKED_SIZE = 1 << 14  # elements from which it pays to transpose in blocks
 GAP = 16  # elements between runs in scratch memory
 
 
@@ -202,7 +202,7 @@ class Softmax:
         if not self.plan.staged:
             return x
         target = work.view(np.uint32) if self.dtype == "bfloat16" else work
-        if self.plan.x_axis == self.plan.fast or x.shape[self.plan.x_axis] <= SHORT or x.size < BLOCK:
+        if self.plan.x_axis == self.plan.fast or x.shape[self.plan.x_axis] <= SHORT or x.size < BLOCKED_SIZE:
             np.copyto(target, x)
         else:
             _transpose(target, x, self.plan.x_axis, self.plan.fast)
@@ -241,10 +241,11 @@ class Softmax:
 def _transpose(target: Array, source: Array, near: int, far: int) -> None:
     """Copy and cast, block by block: neighbors lie along ``near`` in ``source`` and along ``far`` in ``target``."""
     rest = 3 - near - far
+    size = BLOCK_BYTES // target.itemsize
     block = [0, 0, 0]
-    block[near] = _evenly(target.shape[near], 128)
-    block[far] = _evenly(target.shape[far], 256)
-    block[rest] = max(1, BLOCK // (block[near] * block[far]))
+    block[near] = _evenly(target.shape[near], LANES[1])
+    block[far] = _evenly(target.shape[far], max(1, size // block[near]))
+    block[rest] = max(1, size // (block[near] * block[far]))
     # Runs a power of 2 apart would compete for the same lines of the cache.
     cells = np.empty((block[rest], block[far], block[near] + GAP), target.dtype)
     cells = cells.transpose(np.argsort((rest, far, near)))

@@ -11,14 +11,17 @@ from math import isqrt, prod
 
 from minikernel.problem import ITEMSIZE, Problem
 
-TILE_BYTES = 1 << 20  # scratch memory of a thread: smaller tiles cost more in calls than they save in misses
+TILE_BYTES = 1 << 20  # smaller tiles cost more in calls than they save in misses
+LONG_TILE = 2  # such tiles in one that takes in whole rows
+BLOCK_BYTES = 1 << 19  # of what is transposed at once
+SCRATCH_BYTES = 14 << 20  # of all threads together
 WIDTH = 4096  # elements of a tile along an axis that isn't reduced
-LANES = 128, 256  # elements of a tile along the axis of neighbors in a transposed input or output
+LANES = 64, 256  # elements of a tile along the axis of neighbors in a transposed input or output
 SHORT = 16  # elements of a run up to which NumPy had better go across runs
 LONG_RUN = 256  # and from which its cost no longer shows
 ADDENDS = 128  # numbers added one by one, or up to twice as many
 MERGED = 1 << 17  # pairs of peak and sum kept for rows that are split
-MAX_THREADS = 8  # bounds the scratch of all threads together
+MAX_THREADS = 8  # more would only wait for memory
 SMALL_SIZE = 1 << 18  # elements that one thread handles in one tile: to wake another costs more than it saves
 SCRATCH_SIZE = 1 << 11  # elements up to which a copy costs more than it saves in any case
 SHARE = 1 << 16  # elements in a tile of a larger problem, at least
@@ -79,10 +82,12 @@ def plan(problem: Problem, cpus: int) -> Plan:
     in_output = fast == out_axis and problem.out_dtype == work_dtype
     scratch_tiles = (not in_output) + (problem.op == "log_softmax" or problem.out_dtype != work_dtype)
     large = prod(shape) > SMALL_SIZE
-    tile = shape
+    tile, threads = shape, 1
     if large:
         limit = TILE_BYTES // max(1, scratch_tiles) // ITEMSIZE[work_dtype]
-        tile = _tile(shape, fast, x_axis, out_axis, limit, limit if scratch_tiles else 4 * limit)
+        tile = _tile(shape, fast, x_axis, out_axis, limit, limit * (LONG_TILE if scratch_tiles else 2 * LONG_TILE))
+        scratch = scratch_tiles * prod(tile) * ITEMSIZE[work_dtype] + BLOCK_BYTES
+        threads = min(cpus, MAX_THREADS, SCRATCH_BYTES // scratch)
     height, length, width = tile
     # Arithmetic that reads across neighbors is as fast as a copy, unless they are few or the cache is too small.
     copied = large or fast != out_axis or (tile[x_axis] <= SHORT and prod(shape) > SCRATCH_SIZE)
@@ -100,7 +105,7 @@ def plan(problem: Problem, cpus: int) -> Plan:
         sum_fold=_fold(length, max(LONG_RUN // tile[fast], length // ADDENDS)) if fast != 1 else 1,
         strips=-(-outer // height) * -(-inner // width),
         pieces=-(-cols // length),
-        threads=min(cpus, MAX_THREADS) if large else 1,
+        threads=threads,
     )
 
 
@@ -143,7 +148,8 @@ def _tile(
         tile[axis] = _even_share(shape[axis], max(tile[axis], min(extent, room)))
 
     for axis in {x_axis, out_axis} - {fast, 1}:
-        grow(axis, min(LANES[1], max(LANES[0], row_limit // shape[1])), row_limit)
+        if axis == x_axis or shape[axis] > SHORT:
+            grow(axis, min(LANES[1], max(LANES[0], row_limit // shape[1])), row_limit)
     if fast == out_axis != 1:
         rows = isqrt(limit * MERGED // shape[1])  # in a tile, so that what pieces keep is bounded
         grow(fast, min(WIDTH, max(1, rows // prod(tile))), limit)
