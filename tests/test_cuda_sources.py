@@ -137,8 +137,8 @@ def _heaviest(sets: frozenset[tuple[tuple[str, str], ...]]) -> list[tuple[tuple[
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_fused_kernel(dtype, failures):
-    """All that planning comes to on an H200, for the dtypes that differ most."""
-    for macros in sorted(row_macros("softmax", dtype, dtype, 90)):
+    """Half of what planning comes to on an H200, for the dtypes that differ most: each takes a second to compile."""
+    for macros in sorted(row_macros("softmax", dtype, dtype, 90))[dtype == "bfloat16" :: 2]:
         with failures.case(macros):
             assert_lean("softmax_fused.cu", macros, 90)
 
@@ -151,7 +151,7 @@ def test_the_heaviest_fused_kernels(op, dtype, out_dtype, failures):
             assert_lean("softmax_fused.cu", macros, 90)
 
 
-@pytest.mark.parametrize("capability", [c for c in CAPABILITIES if c != 90])
+@pytest.mark.parametrize("capability", [75, 80, 100, 120])
 def test_fused_kernels_for_other_gpus(capability, failures):
     for dtype in ("float32", "bfloat16"):
         for macros in _heaviest(row_macros("softmax", dtype, dtype, capability)):
@@ -164,7 +164,7 @@ def test_strided_kernels(capability, failures):
     pairs = PAIRS if capability == 90 else [("float32", "float32")]
     for dtype, out_dtype in pairs:
         found = strided_macros("softmax", dtype, out_dtype)
-        for macros in found if (dtype, capability) == ("float32", 90) else found[:: len(found) // 4 + 1]:
+        for macros in found[:: 3 if (dtype, capability) == ("float32", 90) else len(found) // 4 + 1]:
             with failures.case(macros):
                 assert_lean("softmax_fused_strided.cu", macros, capability)
 

@@ -228,7 +228,7 @@ def test_sdist_has_the_tests_and_the_sources(sdist):
     "command",
     [
         'pip install -e ".[bench]" && python bench/run.py --backends all',
-        'pip install -e ".[test]" && pytest',
+        'pip install -e ".[test]" && pytest -n auto',
     ],
 )
 @pytest.mark.parametrize("file", ["README.md", ".ci/run"])

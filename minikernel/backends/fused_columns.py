@@ -279,6 +279,8 @@ def _plan_tile(problem: Problem, device: Device, wide: int, across: int, parts: 
     vectors = _REGISTER_BYTES // slot
     if turn and not _out_is_aligned(problem):
         vectors = min(vectors, 4 if size == 2 else 2)  # writing one by one takes registers
+    elif turn and out_size > size:
+        vectors = min(vectors, 4)  # so do results of twice the size
     if across >= _WARP and across * groups <= _MOST_IN_REGISTERS and not turn:
         alone = _VECTORS if slot == _ACCESS_BYTES else (4, vectors)
         vectors = next((v for v in alone if v >= ceil_div(share, groups)), vectors)
