@@ -137,7 +137,7 @@ def _heaviest(sets: frozenset[tuple[tuple[str, str], ...]]) -> list[tuple[tuple[
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_fused_kernel(dtype, failures):
-    """Half of what planning comes to on an H200, for the dtypes that differ most: each takes a second to compile."""
+    """Half of what planning comes to on an H200, for the dtypes that differ most: each takes a second."""
     for macros in sorted(row_macros("softmax", dtype, dtype, 90))[dtype == "bfloat16" :: 2]:
         with failures.case(macros):
             assert_lean("softmax_fused.cu", macros, 90)
