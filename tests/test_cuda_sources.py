@@ -137,14 +137,16 @@ def _heaviest(sets: frozenset[tuple[tuple[str, str], ...]]) -> list[tuple[tuple[
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_fused_kernel(dtype, failures):
-    """Half of what planning comes to on an H200, for the dtypes that differ most: each takes a second."""
-    for macros in sorted(row_macros("softmax", dtype, dtype, 90))[dtype == "bfloat16" :: 2]:
+    """A third of what planning comes to on an H200, for the dtypes that differ most: each takes a second."""
+    for macros in sorted(row_macros("softmax", dtype, dtype, 90))[dtype == "bfloat16" :: 3]:
         with failures.case(macros):
             assert_lean("softmax_fused.cu", macros, 90)
 
 
-@pytest.mark.parametrize(("dtype", "out_dtype"), PAIRS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "dtype", "out_dtype"),
+    [*(("softmax", *pair) for pair in PAIRS), *(("log_softmax", *pair) for pair in PAIRS if pair[0] != "float64")],
+)
 def test_the_heaviest_fused_kernels(op, dtype, out_dtype, failures):
     for macros in _heaviest(row_macros(op, dtype, out_dtype, 90)):
         with failures.case(macros):
@@ -159,7 +161,7 @@ def test_fused_kernels_for_other_gpus(capability, failures):
                 assert_lean("softmax_fused.cu", macros, capability)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", [75, 90, 120])
 def test_strided_kernels(capability, failures):
     pairs = PAIRS if capability == 90 else [("float32", "float32")]
     for dtype, out_dtype in pairs:

@@ -33,23 +33,20 @@ GAP = 16  # elements between runs in scratch memory
 def build(problem: Problem, cpus: int) -> Callable[[Array, Array, int, int], None]:
     """What :class:`Kernel` runs for ``problem`` on ``cpus`` processors."""
     planned = plan(problem, cpus)
-    single = planned.strips == planned.pieces == planned.max_fold == planned.sum_fold == 1
-    if single and planned.in_output and not planned.staged:
-        return _small_softmax if problem.op == "softmax" else _small_log_softmax
+    simple = planned.strips == planned.pieces == planned.max_fold == planned.sum_fold == 1
+    if simple and planned.in_output and not planned.staged:  # for a tiny input the calls are the cost
+        return _simple_softmax if problem.op == "softmax" else _simple_log_softmax
     return Softmax(problem, planned)
 
 
-# For a tiny input the calls are the cost.
-
-
-def _small_softmax(x: Array, out: Array, stream: int = 0, scratch: int = 0) -> None:
+def _simple_softmax(x: Array, out: Array, stream: int = 0, scratch: int = 0) -> None:
     with np.errstate(all="ignore"):
         np.subtract(x, np.maximum.reduce(x, axis=1, keepdims=True), out)
         np.exp(out, out)
         np.divide(out, np.add.reduce(out, axis=1, keepdims=True), out)
 
 
-def _small_log_softmax(x: Array, out: Array, stream: int = 0, scratch: int = 0) -> None:
+def _simple_log_softmax(x: Array, out: Array, stream: int = 0, scratch: int = 0) -> None:
     with np.errstate(all="ignore"):
         np.subtract(x, np.maximum.reduce(x, axis=1, keepdims=True), out)
         np.subtract(out, np.log(np.add.reduce(np.exp(out), axis=1, keepdims=True)), out)
@@ -69,8 +66,7 @@ class Softmax:
         extents = [(problem.outer, problem.cols, problem.inner)[axis] for axis in plan.order]
         cuts = [_cuts(extent, step) for extent, step in zip(extents, plan.tile, strict=True)]
         self.pieces = [(slice(None),) * self.axis + (cut,) for cut in cuts[self.axis]]
-        cuts[self.axis] = [slice(None)]
-        self.strips = list(product(*cuts))
+        self.cuts = [*cuts[: self.axis], [slice(None)], *cuts[self.axis + 1 :]]
         # Whether a thread works on a strip alone, whose peaks and sums it keeps.
         kept = plan.pieces * (prod(plan.tile) // plan.tile[self.axis])
         self.in_turn = plan.strips >= 2 * plan.threads and kept * MAX_THREADS <= MERGED
@@ -80,19 +76,16 @@ class Softmax:
         x, out = x.transpose(plan.order), out.transpose(plan.order)
         with np.errstate(all="ignore"):
             if plan.strips == plan.pieces == 1:
-                self.whole_rows((x, out), self.new_scratch())
+                self.whole_rows(x, out, self.new_scratch())
+            elif plan.pieces == 1:
+                self.share(lambda cut, scratch: self.whole_rows(x[cut], out[cut], scratch), product(*self.cuts))
+            elif self.in_turn:
+                self.share(
+                    lambda cut, scratch: self.split_rows(x[cut], out[cut], _in_turn(scratch)), product(*self.cuts)
+                )
             else:
-                self.tiled(x, out)
-
-    def tiled(self, x: Array, out: Array) -> None:
-        strips = [(x[box], out[box]) for box in self.strips]
-        if self.plan.pieces == 1:
-            self.share(self.whole_rows, strips)
-        elif self.in_turn:
-            self.share(lambda strip, scratch: self.split_rows(*strip, _in_turn(scratch)), strips)
-        else:
-            for strip in strips:
-                self.split_rows(*strip, self.share)
+                for cut in product(*self.cuts):
+                    self.split_rows(x[cut], out[cut], self.share)
 
     def new_scratch(self) -> Array:
         first, second, last = self.plan.tile
@@ -128,8 +121,7 @@ class Softmax:
                 if not helper.cancel():
                     helper.result()
 
-    def whole_rows(self, strip: tuple[Array, Array], scratch: Array) -> None:
-        x, out = strip
+    def whole_rows(self, x: Array, out: Array, scratch: Array) -> None:
         work, spare = self.tiles(out, scratch)
         values = self.load(x, work)
         np.subtract(values, self.reduce(np.maximum, values, self.plan.max_fold), out=work)
