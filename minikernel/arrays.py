@@ -473,9 +473,13 @@ class Torch(Framework):
         shape, device, dtype = x.shape, x.device, self.dtypes[problem.out_dtype]
         empty_like, empty = torch.empty_like, torch.empty
         alike = x.is_contiguous() and x.dtype == dtype
+        stride = empty_like(x, memory_format=torch.contiguous_format).stride()
+        # As code that torch.compile generates does it: half the time of empty_like.
+        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        empty_on_current: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
 
         def call_on_the_only_device(x: Any) -> Any:
-            out = empty_like(x)
+            out = empty_on_current(shape, stride, dtype) if empty_on_current else empty_like(x)
             run(x.data_ptr(), out.data_ptr(), raw_stream(index), 0)
             return out
 

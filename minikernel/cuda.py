@@ -1,4 +1,4 @@
-"""The CUDA border: finds ``kernels/``, compiles a kernel with NVRTC through CuPy, and remembers it."""
+"""The CUDA border: finds ``kernels/``, compiles a kernel with CuPy's NVRTC, and remembers it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from . import driver
+from . import driver, images
 from .driver import Launch
+from .images import Image
 from .problem import Kernel, Problem
 from .registry import BackendUnavailable, Requirement
 
@@ -25,7 +26,7 @@ _SENTINEL = "common.cuh"
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 
 _Key = tuple[str, tuple[tuple[str, str], ...], int]
-_modules: dict[_Key, tuple[Any, int]] = {}
+_functions: dict[_Key, int] = {}
 _locks: dict[_Key, threading.Lock] = {}
 
 REQUIRES = (Requirement("cupy", "pip install 'minikernel[cuda12]', or [cuda13] for a driver of CUDA 13"),)
@@ -43,7 +44,7 @@ def kernels_dir() -> Path:
 
 @cache
 def source(name: str) -> str:
-    """A kernel file with its includes pasted in, each once, so that CuPy's cache sees every line that matters."""
+    """A kernel file with its includes pasted in, each once: all that an image of it depends on."""
     seen: set[str] = set()
 
     def paste(file: str) -> str:
@@ -67,8 +68,8 @@ def defines(problem: Problem, **more: object) -> dict[str, str]:
 
 
 def options(macros: Mapping[str, str]) -> tuple[str, ...]:
-    """Compiler options: CuPy adds ``-ftz=true``, so subnormal float32 results flush to zero."""
-    return ("-std=c++17", *(f"-D{name}={value}" for name, value in sorted(macros.items())))
+    """Compiler options. With ``-ftz=true`` subnormal float32 results flush to zero."""
+    return ("-std=c++17", "-ftz=true", *(f"-D{name}={value}" for name, value in sorted(macros.items())))
 
 
 @cache
@@ -97,8 +98,32 @@ def _explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:600]}{cure}"
 
 
+def compile_image(name: str, macros: Mapping[str, str], capability: int) -> Image:
+    """A kernel file, compiled for a compute capability; the kernel is named like the file. Needs no GPU.
+
+    An NVRTC that is older than the GPU makes PTX for the newest GPU that it knows, which the driver translates.
+
+    Raises:
+        RuntimeError: It doesn't compile; the message is the compiler's own.
+    """
+    from cupy.cuda import nvrtc
+
+    known = [number for number in nvrtc.getSupportedArchs() if number <= capability]
+    exact = capability in known
+    arch = f"-arch={'sm' if exact else 'compute'}_{max(known, default=capability)}"
+    program = nvrtc.createProgram(source(name), name, (), ())
+    try:
+        nvrtc.compileProgram(program, (*options(macros), arch))
+        code = nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"{error}: {nvrtc.getProgramLog(program)}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+    return Image(code if isinstance(code, bytes) else code.encode(), Path(name).stem)
+
+
 def compile_function(name: str, macros: Mapping[str, str], index: int) -> int:
-    """The ``CUfunction`` of a file, named like it, compiled once per device and set of macros.
+    """The ``CUfunction`` of a file, named like it, compiled and loaded once per device and set of macros.
 
     Raises:
         BackendUnavailable: NVRTC or the driver refused it.
@@ -106,16 +131,15 @@ def compile_function(name: str, macros: Mapping[str, str], index: int) -> int:
     key = (name, tuple(sorted(macros.items())), index)
     # Held while compiling, so that threads that want the same kernel compile it once; setdefault is atomic.
     with _locks.setdefault(key, threading.Lock()):
-        if key not in _modules:
+        if key not in _functions:
             try:
-                import cupy
-
-                with driver.setting_up(index), cupy.cuda.Device(index):
-                    module = cupy.RawModule(code=source(name), options=options(macros))
-                    _modules[key] = module, module.get_function(Path(name).stem).kernel.ptr
+                capability = driver.device(index).capability
+                depends_on = ("cuda", source(name), *options(macros), str(capability))
+                image = images.cached(depends_on, lambda: compile_image(name, macros, capability))
+                _functions[key] = driver.load(image.code, image.name, index)
             except Exception as error:
                 raise BackendUnavailable(f"{name} failed to compile: {_explain(error)}") from error
-        return _modules[key][1]
+        return _functions[key]
 
 
 class Layout(ctypes.Structure):

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any
 
 from .problem import DTYPES, OPS, Kernel, Problem
 
@@ -166,6 +167,21 @@ class BackendInfo:
     limits: Mapping[str, str]
 
 
+def _entry_points() -> list[Any]:
+    """What ``importlib.metadata.entry_points`` finds in the library's group, in half the time: only packages that
+    have the group are parsed."""
+    from importlib import metadata  # here: it takes half as long as all else to import
+
+    texts = ((found, found.read_text("entry_points.txt")) for found in metadata.distributions())
+    names = dict.fromkeys(found.name for found, text in texts if text and ENTRY_POINT_GROUP in text)
+    # By name: of two versions on the path the first is the one that is installed.
+    return [
+        point
+        for name in names
+        for point in metadata.distribution(name).entry_points.select(group=ENTRY_POINT_GROUP)
+    ]
+
+
 class Registry:
     """Backends by name. Built-ins and entry points are loaded when someone first asks.
 
@@ -218,11 +234,9 @@ class Registry:
         self._changed()
 
     def _load_entry_points(self) -> None:
-        from importlib.metadata import entry_points  # here: it takes half as long as all else to import
-
         found: dict[str, Backend] = {}
         broken: dict[str, str] = {}
-        for point in entry_points(group=ENTRY_POINT_GROUP):
+        for point in _entry_points():
             try:
                 loaded = point.load()
                 backend = loaded if isinstance(loaded, Backend) else loaded()

@@ -6,9 +6,7 @@ read before the first CUDA array comes, and nothing at all where there is no GPU
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import driver
+from . import driver, user_cache
 from .problem import DTYPES, ITEMSIZE, Problem
 
 SCHEMA = 1
@@ -270,26 +268,13 @@ def file_name(model: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-") + ".json"
 
 
-def cache_dir() -> Path:
-    """The user's folder for tables: under XDG_CACHE_HOME or ``~/.cache``, on Windows under LOCALAPPDATA.
-
-    Raises:
-        RuntimeError: The user has no home.
-    """
-    variable, default = (
-        ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
-    )
-    given = Path(os.environ.get(variable) or "")
-    return (given if given.is_absolute() else Path.home() / default) / "minikernel" / "tables"
-
-
 def own_path(model: str) -> Path:
     """Where the user's own table for a GPU model lies.
 
     Raises:
         RuntimeError: The user has no home.
     """
-    return cache_dir() / file_name(model)
+    return user_cache.folder("tables") / file_name(model)
 
 
 def search(model: str) -> Found:

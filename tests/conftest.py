@@ -77,7 +77,7 @@ def registry(monkeypatch):
     for name in ("_backends", "_broken", "_unavailable"):
         monkeypatch.setattr(REGISTRY, name, dict(getattr(REGISTRY, name)))
     monkeypatch.setattr(dispatch, "_warned", set())
-    monkeypatch.setattr(cuda, "_modules", dict(cuda._modules))
+    monkeypatch.setattr(cuda, "_functions", dict(cuda._functions))
     _forget()
     yield REGISTRY
     monkeypatch.undo()

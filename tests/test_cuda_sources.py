@@ -46,8 +46,7 @@ def resources(file: str, macros: tuple[tuple[str, str], ...], capability: int) -
 
     if capability not in nvrtc.getSupportedArchs():
         pytest.skip(f"this NVRTC can't compile for sm_{capability}")
-    # ftz as CuPy adds it.
-    options = [*cuda.options(dict(macros)), "-ftz=true", f"-arch=sm_{capability}", "--ptxas-options=-v"]
+    options = [*cuda.options(dict(macros)), f"-arch=sm_{capability}", "--ptxas-options=-v"]
     program = nvrtc.createProgram(cuda.source(file), file, [], [])
     try:
         nvrtc.compileProgram(program, options)
@@ -232,3 +231,19 @@ def test_a_source_has_its_includes_pasted_in():
     for file in (*NOT_FUSED, "softmax_fused.cu", "softmax_fused_columns.cu", "softmax_fused_strided.cu"):
         assert "#include" not in cuda.source(file)
         assert "struct Layout {" in cuda.source(file)
+
+
+def test_an_image_for_a_gpu_that_the_compiler_knows_and_for_a_newer_one(nvrtc):
+    macros = cuda.defines(a_problem("softmax", "float32", "float32"))
+    image = cuda.compile_image("softmax_naive.cu", macros, 90)
+    assert image.name == "softmax_naive"
+    assert image.code.startswith(b"\x7fELF")
+    newer = cuda.compile_image("softmax_naive.cu", macros, 999)
+    assert f".target sm_{max(nvrtc.getSupportedArchs())}".encode() in newer.code
+    assert b".entry softmax_naive" in newer.code
+
+
+def test_a_source_that_does_not_compile_says_where(nvrtc, monkeypatch):
+    monkeypatch.setattr(cuda, "source", lambda name: "this is no C++")
+    with pytest.raises(RuntimeError, match=r"softmax_naive\.cu\(1\): error"):
+        cuda.compile_image("softmax_naive.cu", {}, 90)

@@ -376,7 +376,7 @@ def test_half_types_go_through_the_host_too():
 @pytest.mark.gpu
 def test_a_source_that_does_not_compile_is_passed_over_visibly(registry, monkeypatch):
     """NVRTC's own message becomes the reason, and auto goes on with Triton."""
-    monkeypatch.setattr(cuda, "_modules", {})
+    monkeypatch.setattr(cuda, "_functions", {})
     sound = cuda.source
 
     def broken(name):

@@ -361,7 +361,7 @@ class Point(types.SimpleNamespace):
 def points(monkeypatch):
     """Entry points for registries that haven't loaded yet."""
     found = []
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found)
+    monkeypatch.setattr(registry_module, "_entry_points", lambda: found)
     return found
 
 

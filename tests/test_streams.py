@@ -259,14 +259,14 @@ def test_eight_threads_with_nothing_compiled_yet_compile_once(tmp_path):
     available = [name for name in GPU_BACKENDS if minikernel.list_backends()[name].available]
     output = run(
         f"""
-import threading, torch, cupy, minikernel
+import threading, torch, minikernel
 compiled = []
 def counting(sound):
     def count(*args, **kwargs):
         compiled.append(1)
         return sound(*args, **kwargs)
     return count
-cupy.RawModule = counting(cupy.RawModule)
+minikernel.cuda.compile_image = counting(minikernel.cuda.compile_image)
 if "triton-fused" in {available!r}:
     from minikernel.backends import triton_fused
     triton_fused._Source.compile = counting(triton_fused._Source.compile)
@@ -289,7 +289,7 @@ for backend in {available!r}:
     for t in threads: t.join()
     print(backend, len(compiled), *wrong)
 """,
-        CUPY_CACHE_DIR=str(tmp_path / "cupy"),
+        XDG_CACHE_HOME=str(tmp_path / "minikernel"),
         TRITON_CACHE_DIR=str(tmp_path / "triton"),
     )
     assert output.splitlines() == [f"{name} 1" for name in available]

@@ -22,7 +22,7 @@ from isolated import ROOT, run
 from test_registry import a_backend
 
 import minikernel
-from minikernel import BackendUnavailable, FallbackWarning, Kernel, Problem, dispatch, driver, tuned
+from minikernel import BackendUnavailable, FallbackWarning, Kernel, Problem, dispatch, driver, tuned, user_cache
 from minikernel import __main__ as program
 from minikernel.registry import REGISTRY
 from minikernel.sources import source_hash
@@ -248,7 +248,7 @@ def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
     variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
     monkeypatch.setenv(variable, str(tmp_path / "cache"))
-    return tuned.cache_dir(), tmp_path / "shipped"
+    return user_cache.folder("tables"), tmp_path / "shipped"
 
 
 def put(folder: Path, text: str, model: str = GPU) -> Path:
@@ -318,16 +318,16 @@ def test_where_a_user_s_tables_lie(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert tuned.cache_dir() == tmp_path / ".cache" / "minikernel" / "tables"
+    assert user_cache.folder("tables") == tmp_path / ".cache" / "minikernel" / "tables"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its specification says to ignore
-    assert tuned.cache_dir() == tmp_path / ".cache" / "minikernel" / "tables"
+    assert user_cache.folder("tables") == tmp_path / ".cache" / "minikernel" / "tables"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert tuned.cache_dir() == tmp_path / "x" / "minikernel" / "tables"
+    assert user_cache.folder("tables") == tmp_path / "x" / "minikernel" / "tables"
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.delenv("LOCALAPPDATA", raising=False)
-    assert tuned.cache_dir() == tmp_path / "AppData" / "Local" / "minikernel" / "tables"
+    assert user_cache.folder("tables") == tmp_path / "AppData" / "Local" / "minikernel" / "tables"
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert tuned.cache_dir() == tmp_path / "local" / "minikernel" / "tables"
+    assert user_cache.folder("tables") == tmp_path / "local" / "minikernel" / "tables"
 
 
 def test_a_user_without_a_home_has_no_table_of_their_own(folders, monkeypatch):

@@ -14,11 +14,13 @@ import threading
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .. import driver
+from .. import driver, images
+from ..images import Image
 from ..integers import ceil_div, power_of_two
 from ..problem import DTYPES, ITEMSIZE, Kernel, Problem
 from ..registry import Backend, BackendUnavailable, Requirement
@@ -365,16 +367,34 @@ _functions: dict[tuple[_Source, int], tuple[int, int]] = {}
 _lock = threading.Lock()
 
 
+@cache
+def _kernels_text() -> str:
+    return Path(__file__).with_name("triton_kernels.py").read_text(encoding="utf-8")
+
+
+@cache
+def _triton_version() -> str:
+    """The version of what is installed; "" for a build under another name."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+def _image(source: _Source, capability: int) -> Image:
+    compiled = source.compile(capability)
+    return Image(compiled.asm["cubin"], compiled.metadata.name, compiled.metadata.shared)
+
+
 def _function(source: _Source, index: int) -> tuple[int, int]:
     """``CUfunction`` and bytes of shared memory of a kernel on a device; compiled and loaded once."""
     with _lock:  # held while compiling, so that threads that want the same kernel compile it once
         if (source, index) not in _functions:
             try:
-                compiled = source.compile(driver.device(index).capability)
-                _functions[source, index] = (
-                    driver.load(compiled.asm["cubin"], compiled.metadata.name, index),
-                    compiled.metadata.shared,
-                )
+                capability = driver.device(index).capability
+                depends_on = ("triton", _triton_version(), _kernels_text(), repr(source), str(capability))
+                image = images.cached(depends_on, lambda: _image(source, capability))
+                _functions[source, index] = driver.load(image.code, image.name, index), image.shared
             except Exception as error:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
                 raise BackendUnavailable(f"{source.name} failed to compile: {reason}") from error
@@ -444,10 +464,7 @@ def _device(problem: Problem) -> driver.Device:
 
 @cache
 def _obstacles() -> list[str]:
-    try:
-        installed = version("triton")
-    except PackageNotFoundError:  # a build under another name
-        installed = ""
+    installed = _triton_version()
     if installed and tuple(map(int, installed.split(".")[:2])) < _MIN_TRITON:
         return [f"Triton {installed} is too old: it takes 3.5 or newer ({_TRITON.cure})"]
     return [] if INTERPRETED else driver.obstacles()
