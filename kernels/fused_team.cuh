@@ -184,10 +184,20 @@ struct Grid {
     uint parts;         // neighboring blocks that share a row
 
     __device__ Partial merge(Partial mine) {
+        __shared__ Partial merged;
         if (threadIdx.x == 0) partials[blockIdx.x] = mine;
         wait_for_all();
         const volatile Partial* row = partials + blockIdx.x / parts * parts;
-        return merge_list(parts, [&](int i) { return Partial{row[i].max, row[i].sum}; });
+        auto read = [&](int i) { return Partial{row[i].max, row[i].sum}; };
+        if (parts <= 32) return merge_list(parts, read);
+        // Where so many blocks share the row, one warp reads for its block: if all did, they'd queue for the same few
+        // lines of the L2 cache.
+        if (threadIdx.x < 32) {
+            const Partial found = merge_list(parts, read);
+            if (threadIdx.x == 0) merged = found;
+        }
+        __syncthreads();
+        return merged;
     }
 
     // As in CUDA's cooperative groups (cooperative_groups/details/driver_abi.h), the driver passes the address of a

@@ -470,7 +470,7 @@ class Torch(Framework):
             return None
         torch, index, run, raw_stream = self.torch, problem.index, kernel.run, self.raw_stream
         launch = self.launcher(kernel, index)
-        shape, device, dtype = x.shape, x.device, self.dtypes[problem.out_dtype]
+        shape, device, dtype = tuple(x.shape), x.device, self.dtypes[problem.out_dtype]
         empty_like, empty = torch.empty_like, torch.empty
         alike = x.is_contiguous() and x.dtype == dtype
         stride = empty_like(x, memory_format=torch.contiguous_format).stride()

@@ -39,6 +39,7 @@ LAUNCHES = {
     "cluster of 8, shared memory": (9001, {"vectors": 1, "threads": 128, "parts": 8, "shared_vectors": 2}),
     "cluster of 4, streamed": (5000, {"vectors": 1, "threads": 96, "parts": 4, "streamed": True}),
     "grid": (5000, {"vectors": 4, "threads": 128, "parts": 3, "cooperative": True}),
+    "grid, 40 blocks a row": (40_001, {"vectors": 2, "threads": 128, "parts": 40, "cooperative": True}),
     "grid, shared memory": (
         9001,
         {"vectors": 2, "threads": 128, "parts": 5, "cooperative": True, "shared_vectors": 3},
@@ -88,7 +89,9 @@ def runs() -> dict[str, Callable[[], str | None]]:
     found: dict[str, Callable[[], str | None]] = {}
     inputs = {
         "short rows": (randn(37, 64), -1, None),
-        "short unaligned rows": (randn(37, 65)[:, 1:], -1, None),
+        "short unaligned rows": (randn(37, 65), -1, None),
+        "short rows out of step": (randn(37, 65)[:, 1:], -1, None),
+        "transposed bfloat16": (randn(90, 64, dtype="bfloat16").t(), -1, None),
         "rows of 1": (randn(37, 1), -1, None),
         "a block a row": (randn(5, 2001), -1, None),
         "long rows": (randn(2, 20_001), -1, None),

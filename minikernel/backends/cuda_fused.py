@@ -23,13 +23,17 @@ _REGISTERS_PER_SM = 65536
 # Shared memory that the driver keeps for itself in each block, and the kernel's own few variables.
 _RESERVED_BYTES = 1024 + 1024
 
-# Rows up to this size are shared by lanes of one warp; by one element at a time where they are out of line.
-_SHORT_ROW_BYTES = 2048
-_SHORT_UNALIGNED_BYTES = 512
+# Most elements that a lane of a warp has of a short row; fewer where a multiprocessor has so few rows that what
+# counts is how long one takes.
+_MOST_OF_LANE = 40
+_FEW_ROWS_PER_SM = 16
+_MOST_OF_FEW = 32
+# Shorter rows that begin anywhere are taken one element at a time.
+_FEWEST_TO_PEEL = 24
 # Vectors that a thread may hold in registers, and the registers that it needs for that; each is a kernel of its
 # own, so few. The tests compile them all and find no spills.
 _REGISTERS = {2: 56, 3: 64, 4: 64, 6: 96, 8: 128, 12: 128, 16: 128}
-_SHORT_VECTORS = (1, 2, 4, 8)
+_SHORT_VECTORS = (1, 2, 3, 4, 5, 6, 8)
 # The same for longer rows, whose terms aren't kept.
 _LONG_REGISTERS = {2: 64, 3: 64, 4: 64, 6: 64, 7: 64, 8: 80}
 # Most packs of a row that a block holds in registers alone; for half types shared memory is better sooner.
@@ -132,11 +136,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     rows_are_contiguous = problem.inner == 1 and (problem.strides[1] == 1 or problem.cols == 1)
     if not rows_are_contiguous or problem.cols > _MOST_COLS:
         return plan_columns(problem, device) or _plan_strided(problem, device)
-    _, _, congruent = _alignment(problem)
-    short = _SHORT_ROW_BYTES if congruent else _SHORT_UNALIGNED_BYTES
-    if problem.cols * ITEMSIZE[problem.dtype] <= short:
-        return _plan_short(problem, device)
-    return _plan_long(problem, device)
+    return _plan_short(problem, device) or _plan_long(problem, device)
 
 
 def _alignment(problem: Problem) -> tuple[int, bool, bool]:
@@ -159,17 +159,29 @@ def _up(value: int, choices: tuple[int, ...]) -> int:
     return next((c for c in choices if c >= value), choices[-1])
 
 
-def _plan_short(problem: Problem, device: Device) -> RowPlan:
+def _plan_short(problem: Problem, device: Device) -> RowPlan | None:
+    """Lanes of a warp that share a row, or None if it's too long for that."""
     wide, aligned, congruent = _alignment(problem)
-    if not aligned and problem.cols * ITEMSIZE[problem.dtype] <= _SHORT_UNALIGNED_BYTES:
-        wide = 1  # neighboring lanes take neighboring elements, at any alignment
-    packs = ceil_div(problem.cols, wide)
-    # Two vectors a lane: enough in flight, and half the shuffles.
-    team = min(_WARP, power_of_two(ceil_div(packs, 2)))
+    if not congruent or (not aligned and problem.cols < _FEWEST_TO_PEEL):
+        wide, most = 1, 8  # neighboring lanes take neighboring elements, at any alignment
+        packs = problem.cols
+        team = power_of_two(ceil_div(packs, most))
+    else:
+        most = min(6, _MOST_OF_LANE // wide)
+        packs = ceil_div(problem.cols, wide)
+        # Two or three packs a lane: enough in flight, and few shuffles.
+        team = power_of_two(ceil_div(packs, 2 if packs <= 4 else 3))
+        if not aligned:
+            team = max(team, 4)  # up to two packs less one element a row are taken one by one
+    team = min(_WARP, team)
+    vectors = _up(ceil_div(packs, team), _SHORT_VECTORS)
+    few = problem.rows <= _FEW_ROWS_PER_SM * device.sm_count
+    if packs > most * team or (few and vectors * wide > _MOST_OF_FEW):
+        return None
     return RowPlan(
         rows=problem.rows,
         team=team,
-        vectors=_up(ceil_div(packs, team), _SHORT_VECTORS),
+        vectors=vectors,
         threads=128,
         blocks_per_sm=1,
         wide=wide,

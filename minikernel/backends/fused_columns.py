@@ -36,6 +36,8 @@ _REGISTER_BYTES = 64
 _VECTORS = (2, 3, 4, 12)
 # A turned tile is written so many bytes of a row at a time, if there are as many.
 _SEGMENT_BYTES = 64
+# With so few turned tiles the last blocks run alone for long: then smaller ones. (Measured for half types.)
+_FEW_BLOCKS_PER_SM = 4
 # Smaller planes are left to the general kernel: a block each would have next to nothing to do.
 _FEWEST_BYTES = 1024
 # More of a row than any cluster holds, a sector of rows at a time.
@@ -160,12 +162,16 @@ def plan_columns(problem: Problem, device: Device) -> ColumnsPlan | None:
         return None
     wide = widest(problem)
     # Tiles of a line, or of half of one where narrow packs would make a turned tile low; narrower if they must.
-    first = _LINE_BYTES // 2 if turn and wide * size <= 4 else _LINE_BYTES
+    first = _LINE_BYTES // 2 if turn and wide * size <= _LINE_BYTES // 16 else _LINE_BYTES
+    sizes = _cluster_sizes(device)
     for width in (first, first // 2, _SECTOR_BYTES):
         across = min(max(1, width // (wide * size)), power_of_two(ceil_div(side, wide)))
         across = max(across, 4) if turn else across
-        for parts in _cluster_sizes(device):
+        for parts in sizes:
             if found := _plan_tile(problem, device, wide, across, parts):
+                if turn and size == 2 and parts < sizes[-1] and found.grid < _FEW_BLOCKS_PER_SM * device.sm_count:
+                    halved = build(problem, device, wide, found.across, found.groups, found.vectors, 2 * parts)
+                    found = halved or found
                 return found if found.grid <= cuda.MAX_GRID else None
     return None
 
@@ -277,10 +283,10 @@ def _plan_tile(problem: Problem, device: Device, wide: int, across: int, parts: 
         groups = max(groups, min(_FEWEST_THREADS // across, power_of_two(share)), ceil_div(_WARP, across))
     groups = min(groups, _MOST_THREADS // across)
     vectors = _REGISTER_BYTES // slot
-    if turn and not _out_is_aligned(problem):
-        vectors = min(vectors, 4 if size == 2 else 2)  # writing one by one takes registers
-    elif turn and out_size > size:
-        vectors = min(vectors, 4)  # so do results of twice the size
+    if turn and size == 2:
+        vectors = min(vectors, 4)  # more are slower
+    elif turn and not _out_is_aligned(problem):
+        vectors = min(vectors, 2)  # writing one by one takes registers
     if across >= _WARP and across * groups <= _MOST_IN_REGISTERS and not turn:
         alone = _VECTORS if slot == _ACCESS_BYTES else (4, vectors)
         vectors = next((v for v in alone if v >= ceil_div(share, groups)), vectors)
