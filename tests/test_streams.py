@@ -260,13 +260,14 @@ def test_eight_threads_with_nothing_compiled_yet_compile_once(tmp_path):
     output = run(
         f"""
 import threading, torch, minikernel
+from minikernel import cuda
 compiled = []
 def counting(sound):
     def count(*args, **kwargs):
         compiled.append(1)
         return sound(*args, **kwargs)
     return count
-minikernel.cuda.compile_image = counting(minikernel.cuda.compile_image)
+cuda.compile_image = counting(cuda.compile_image)
 if "triton-fused" in {available!r}:
     from minikernel.backends import triton_fused
     triton_fused._Source.compile = counting(triton_fused._Source.compile)
