@@ -100,6 +100,7 @@ template <int N> __device__ __forceinline__ Partial merge_over_lanes(Partial min
 template <class Read> __device__ __forceinline__ Partial merge_list(int count, Read read) {
     const int lane = threadIdx.x % 32;
     Partial mine = lane < count ? read(lane) : Partial::empty();
+#pragma unroll 1
     for (int i = lane + 32; i < count; i += 32) mine = merge(mine, read(i));
     return merge_over_lanes<32>(mine);
 }

@@ -138,7 +138,8 @@ __device__ __forceinline__ Pack<Out> finish_pack(const Finish& finish, const Pac
 template <class Others>
 __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Layout& layout, int shared_vectors,
                                                 long long row, uint part, uint parts, Others& others) {
-    extern __shared__ __align__(16) char memory[];
+    // Whole lines, also behind variables: otherwise each access of a warp touches one line more.
+        extern __shared__ __align__(128) char memory[];
     __shared__ Partial warp_slots[32];
     Pack<In>* slots = reinterpret_cast<Pack<In>*>(memory) + threadIdx.x;
     const uint zero = uint(layout.rows >> 62);  // see keep_packed

@@ -203,7 +203,16 @@ def launches(x: torch.Tensor, y: torch.Tensor) -> list[RowPlan]:
         0
     ) % wide == cols % wide
     found = []
-    for parts, cooperative in ((1, False), (2, False), (4, False), (8, False), (16, False), (3, True), (16, True), (40, True)):
+    for parts, cooperative in (
+        (1, False),
+        (2, False),
+        (4, False),
+        (8, False),
+        (16, False),
+        (3, True),
+        (16, True),
+        (40, True),
+    ):
         packs = -(-cols // wide)
         share = packs if parts == 1 else -(-packs // (parts * 8)) * 8
         for vectors, shared_vectors, threads in ((1, 0, 96), (2, 3, 128)) if parts in (1, 4, 16) else ((4, 2, 96),):

@@ -42,6 +42,9 @@ _MOST_HALF_PACKS = 2048
 # Shorter rows aren't worth a cluster, and fewer packs of a longer one not a block of it.
 _SPLIT_PACKS = 2048
 _FEWEST_PACKS = 250
+# Rows of a megabyte, and no more of them than this, are better off with the grid.
+_GRID_PACKS = 65536
+_GRID_ROWS = 16
 # softmax_fused.cu counts packs, two elements at least, in 32 bits.
 _MOST_COLS = 2**31
 # Threads that a multiprocessor runs at 64 registers each.
@@ -208,6 +211,8 @@ def _plan_long(problem: Problem, device: Device) -> RowPlan:
     registers = _REGISTERS if split.parts == 1 and not excess else _LONG_REGISTERS
     needed = min(128, registers[split.vectors] * _register_factor(problem))
     blocks_per_sm = max(1, _REGISTERS_PER_SM // (_up(split.threads, _BLOCK_SIZES) * needed))
+    if split.cooperative:
+        blocks_per_sm = max(blocks_per_sm, ceil_div(problem.rows * split.parts, device.sm_count))
     while blocks_per_sm > 1 and excess > _room(device, blocks_per_sm, split.threads):
         blocks_per_sm -= 1
     shared_vectors = min(excess, _room(device, blocks_per_sm, split.threads))
@@ -246,7 +251,8 @@ def _share(packs: int, parts: int) -> int:
 def _split(problem: Problem, packs: int, device: Device) -> _Split:
     largest_cluster = device.max_cluster if device.capability >= 90 else 1
     return (
-        _split_few_rows(problem, packs, device, largest_cluster)
+        _grid_in_registers(problem, packs, device)
+        or _split_few_rows(problem, packs, device, largest_cluster)
         or _block_in_registers(problem, packs, device)
         or _split_as_little_as_possible(problem, packs, device, largest_cluster)
         or _split_over_grid(problem, packs, device, largest_cluster)
@@ -275,6 +281,19 @@ def _vectors(problem: Problem, share: int, threads: int, device: Device) -> int 
 
 def _is_half(problem: Problem) -> bool:
     return ITEMSIZE[problem.dtype] == 2
+
+
+def _grid_in_registers(problem: Problem, packs: int, device: Device) -> _Split | None:
+    """All multiprocessors for a few rows that are too long for a cluster to take quickly."""
+    if not device.cooperative or packs < _GRID_PACKS or problem.rows > _GRID_ROWS:
+        return None
+    most = 4 if _is_half(problem) else 8
+    for threads, blocks_per_sm in ((256, 1), (512, 1), (512, 2 // _register_factor(problem))):
+        parts = device.sm_count * blocks_per_sm // problem.rows
+        each = ceil_div(_share(packs, parts), threads)
+        if parts > 1 and each <= most:
+            return _Split(parts, threads, _up(each, (2, 4, 8)), cooperative=True)
+    return None
 
 
 def _split_few_rows(problem: Problem, packs: int, device: Device, largest_cluster: int) -> _Split | None:
@@ -339,7 +358,8 @@ def _split_as_little_as_possible(
         vectors = _vectors(problem, _share(packs, parts), threads, device)
         # The last kilobytes of registers are for what would need twice as many blocks otherwise.
         if parts <= largest_cluster and vectors and (vectors <= 4 or parts >= 4):
-            return _Split(parts, threads, vectors)
+            # In the longest rows as many vectors as registers hold: 1% faster.
+            return _Split(parts, threads, 7 if parts == 16 and not _is_half(problem) else vectors)
     return None
 
 
