@@ -120,7 +120,7 @@ def cold(caches: Path) -> Iterator[Figure]:
 def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         use_caches(Path(name))
-        sys.dont_write_bytecode = False  # which pip writes when it installs the library
+        sys.dont_write_bytecode = False  # so that later calls find bytecode, as after pip install
         import torch  # noqa: F401
 
         imported = forked(partial(packages_imported, peers.AUTO, parse_shape("512x600"), "float32"))

@@ -12,12 +12,32 @@
 #endif
 
 constexpr int kWide = WIDE;
+// Elements of a line of 128 bytes.
+constexpr int kLine = kWide == 1 ? 1 : 128 / int(CONGRUENT ? sizeof(In) : sizeof(Out));
 template <class T> constexpr int kPackBytes = int(sizeof(T)) * kWide;
 
 // WIDE elements as they lie in memory, or one of 2 bytes in a word of its own.
 template <class T> union __align__(kPackBytes<T> < 4 ? 4 : kPackBytes<T> < 16 ? kPackBytes<T> : 16) Pack {
     T at[kWide];
     uint words[(kPackBytes<T> + 3) / 4];
+};
+
+// Where a row's packs begin and end: the first at a multiple of PEEL elements. The elements before and behind are taken
+// one by one.
+template <int PEEL> struct Span {
+    int head, tail;
+    uint vectors;
+
+    __device__ Span(const In* row, const Out* out_row, long long cols) {
+        const uint at = uint(CONGRUENT ? address_t(row) / sizeof(In) : address_t(out_row) / sizeof(Out));
+        head = int(min((long long)((PEEL - at % PEEL) % PEEL), cols));
+        vectors = uint((cols - head) / kWide);
+        tail = int((cols - head) % kWide);
+    }
+    // Where the i-th of the single elements is, or -1 if there are fewer.
+    __device__ long long single(int i) const {
+        return i < head ? i : i < head + tail ? i + (long long)vectors * kWide : -1;
+    }
 };
 
 // Both from compute capability 8.0 on. Two elements of a half type in one word, the first in its lower half.

@@ -96,7 +96,7 @@ template <int N> __device__ __forceinline__ Partial merge_over_lanes(Partial min
     return {max, sum_over_lanes<N>(mine.sum * rescale(mine.max, max))};
 }
 
-// `read(i)` for i < count, merged; every warp does it for itself and all its lanes get the result.
+// `read(i)` for i < count, merged by a warp; all its lanes get the result.
 template <class Read> __device__ __forceinline__ Partial merge_list(int count, Read read) {
     const int lane = threadIdx.x % 32;
     Partial mine = lane < count ? read(lane) : Partial::empty();

@@ -49,25 +49,8 @@ constexpr bool kKeepPacked = !kKeepTerms && VECTORS >= 4;
 // Packs that are summed together, relative to one max: few, so that the work starts as the first arrive.
 constexpr int kChunk = sizeof(In) == 2 ? 2 : 4;
 
-// Where a row's packs begin and end. A block peels to a whole line of 128 bytes, so that no two warps touch one
-// line; lanes of a warp peel to a pack. The elements before and behind are taken one by one.
-constexpr int kPeel = TEAM || kWide == 1 ? kWide : 128 / int(CONGRUENT ? sizeof(In) : sizeof(Out));
-
-struct Span {
-    int head, tail;
-    uint vectors;
-
-    __device__ Span(const In* row, const Out* out_row, long long cols) {
-        const uint at = uint(CONGRUENT ? address_t(row) / sizeof(In) : address_t(out_row) / sizeof(Out));
-        head = int(min((long long)((kPeel - at % kPeel) % kPeel), cols));
-        vectors = uint((cols - head) / kWide);
-        tail = int((cols - head) % kWide);
-    }
-    // Where the i-th of the single elements is, or -1 if there are fewer.
-    __device__ long long single(int i) const {
-        return i < head ? i : i < head + tail ? i + (long long)vectors * kWide : -1;
-    }
-};
+// Lanes of a warp peel to a pack, a block to a whole line, so that no two warps touch one.
+constexpr int kPeel = TEAM ? kWide : kLine;
 
 template <class T> __device__ __forceinline__ Acc max_of(const Pack<T>& pack, Acc max) {
 #if __CUDA_ARCH__ >= 800
@@ -139,7 +122,7 @@ template <class Others>
 __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Layout& layout, int shared_vectors,
                                                 long long row, uint part, uint parts, Others& others) {
     // Whole lines, also behind variables: otherwise each access of a warp touches one line more.
-        extern __shared__ __align__(128) char memory[];
+    extern __shared__ __align__(128) char memory[];
     __shared__ Partial warp_slots[32];
     Pack<In>* slots = reinterpret_cast<Pack<In>*>(memory) + threadIdx.x;
     const uint zero = uint(layout.rows >> 62);  // see keep_packed
@@ -149,7 +132,7 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
     const bool in_range = row < layout.rows;
     const In* in = x + (in_range ? row : 0) * layout.x_outer;
     Out* to = out + (in_range ? row : 0) * layout.cols;
-    const Span span(in, to, layout.cols);
+    const Span<kPeel> span(in, to, layout.cols);
 
     // This block's vectors of the row: whole lines, so that no two blocks read the same one.
     const uint share = CLUSTER > 1 || GRID ? (span.vectors + parts * 8 - 1) / (parts * 8) * 8 : span.vectors;

@@ -195,7 +195,7 @@ __device__ __forceinline__ Pack<Out> finish_pack(Each<Finish>& finish, const Pac
 // across: threads side by side along the rows. tiles: tiles side by side along the rows. share: columns of a block.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     softmax_fused_columns(const In* x, Out* out, Layout layout, int across, int tiles, int share, int shared_vectors) {
-    extern __shared__ __align__(128) char memory[];
+    extern __shared__ __align__(16) char memory[];
 #if CLUSTER > 1
     const uint parts = blocks_in_cluster(), part = block_in_cluster();
     cluster_arrive_first();  // a block that hasn't started can't be written to: waited for before that is done

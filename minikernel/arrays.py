@@ -18,6 +18,8 @@ from .problem import ITEMSIZE, Kernel, Problem
 from .registry import BackendError
 
 HALF_TYPES = ("float16", "bfloat16")
+#: As NumPy has them; a tensor with more goes to the CPU's kernels flat.
+_MOST_AXES = 64
 
 
 def run_on_host(kernel: Kernel, problem: Problem, x: np.ndarray, out: np.ndarray) -> None:
@@ -245,6 +247,8 @@ class NumPy(_NumPyLike):
     def check_writable(self, out: Any) -> None:
         if not out.flags.writeable:
             raise ValueError("out is read-only")
+        if type(out) is not np.ndarray:  # subclasses have one key
+            self.check(out)
 
     def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
         if type(x) is not np.ndarray or not x.flags.c_contiguous:
@@ -283,14 +287,21 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+# DLPack's kinds of device: the CPU, and host memory that is pinned for CUDA.
+_HOST_MEMORY = (1, 3)
+
+
 class DLPack(NumPy):
     """Any other array in host memory that exports DLPack: read through NumPy, given back as its own kind."""
 
     name = "dlpack"
 
     def check(self, x: Any) -> np.ndarray:
-        kind, _ = x.__dlpack_device__()
-        if int(kind) != 1:
+        try:
+            kind, _ = x.__dlpack_device__()
+        except Exception as error:
+            raise TypeError(f"{type_name(x)} doesn't say where it lies: {error}") from error
+        if int(kind) not in _HOST_MEMORY:
             raise TypeError(
                 f"{type_name(x)} is not in host memory (DLPack device type {int(kind)}): on a device there is a "
                 "path for PyTorch tensors and CuPy arrays; see torch.from_dlpack and cupy.from_dlpack"
@@ -431,6 +442,8 @@ class Torch(Framework):
 
     def host(self, x: Any) -> np.ndarray:
         x = x.detach()
+        if x.dim() > _MOST_AXES:
+            x = x.reshape(-1)
         if x.dtype == self.torch.bfloat16:
             return x.view(self.torch.int16).numpy().view(np.uint16)
         return x.numpy()
@@ -466,29 +479,40 @@ class Torch(Framework):
             self.torch.autograd.graph.increment_version(out)
 
     def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
-        if problem.device != "cuda" or kernel.scratch:
+        if problem.device != "cuda":
             return None
         torch, index, run, raw_stream = self.torch, problem.index, kernel.run, self.raw_stream
         launch = self.launcher(kernel, index)
-        shape, device, dtype = tuple(x.shape), x.device, self.dtypes[problem.out_dtype]
-        empty_like, empty = torch.empty_like, torch.empty
+        shape, device, dtype = x.shape, x.device, self.dtypes[problem.out_dtype]
+        empty = torch.empty
         alike = x.is_contiguous() and x.dtype == dtype
-        stride = empty_like(x, memory_format=torch.contiguous_format).stride()
-        # As code that torch.compile generates does it: half the time of empty_like.
-        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-        empty_on_current: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
+        new = self._empty_like(x) if alike else lambda x: empty(shape, dtype=dtype, device=device)
 
         def call_on_the_only_device(x: Any) -> Any:
-            out = empty_on_current(shape, stride, dtype) if empty_on_current else empty_like(x)
+            out = new(x)
             run(x.data_ptr(), out.data_ptr(), raw_stream(index), 0)
             return out
 
         def call(x: Any) -> Any:
-            out = empty_like(x) if alike else empty(shape, dtype=dtype, device=device)
+            out = new(x)
             launch(x, out)
             return out
 
-        return call_on_the_only_device if alike and torch.cuda.device_count() == 1 else call
+        return call if kernel.scratch or torch.cuda.device_count() > 1 else call_on_the_only_device
+
+    def _empty_like(self, x: Any) -> Callable[[Any], Any]:
+        """``torch.empty_like`` for tensors with the key of ``x``, on a machine with one GPU in half the time."""
+        torch = self.torch
+        like = torch.empty_like(x, memory_format=torch.contiguous_format)
+        shape, stride, dtype = tuple(x.shape), like.stride(), x.dtype
+        # What code that torch.compile generates calls; it isn't public, so it is tried first.
+        with suppress(Exception):
+            empty: Callable[..., Any] = torch._C._dynamo.guards._empty_strided_cuda
+            made = empty(shape, stride, dtype)
+            same = all(getattr(made, of) == getattr(like, of) for of in ("shape", "dtype", "device", "layout"))
+            if torch.cuda.device_count() == 1 and type(made) is torch.Tensor and same and made.stride() == stride:
+                return lambda x: empty(shape, stride, dtype)
+        return lambda x: torch.empty_like(x)
 
     def launcher(self, kernel: Kernel, index: int) -> Callable[[Any, Any], None]:
         run, scratch_bytes = kernel.run, kernel.scratch
@@ -638,10 +662,12 @@ def _find(x: Any, role: str) -> Framework:
         raise TypeError(
             f"{role} is a JAX tracer, which has no values yet: call it outside jax.jit, jax.grad and so on"
         )
-    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__") and not isinstance(x, type):
         return _once("dlpack", DLPack)
     cure = ""
-    if hasattr(x, "__dlpack__"):
+    if isinstance(x, type):
+        cure = f": it is the class {x.__name__} itself"
+    elif hasattr(x, "__dlpack__"):
         cure = ": it has __dlpack__ but not __dlpack_device__, which DLPack needs too"
     elif isinstance(x, list | tuple | int | float):
         cure = ": np.asarray makes an array of it"
@@ -669,7 +695,7 @@ def dtype_name(dtype: Any) -> str:
         return {"half": "float16", "double": "float64"}.get(dtype) or _ambiguous(dtype)
     try:
         return _plain_name(np.dtype(dtype))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, SyntaxError):
         raise TypeError(f"dtype={dtype!r} is not a dtype") from None
 
 

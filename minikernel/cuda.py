@@ -98,23 +98,31 @@ def _explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:600]}{cure}"
 
 
-def compile_image(name: str, macros: Mapping[str, str], capability: int) -> Image:
-    """A kernel file, compiled for a compute capability; the kernel is named like the file. Needs no GPU.
+def arch_option(capability: int) -> str:
+    """NVRTC's option for a GPU: its own code, or PTX for the newest GPU known to an NVRTC that is older than it."""
+    from cupy.cuda import nvrtc
 
-    An NVRTC that is older than the GPU makes PTX for the newest GPU that it knows, which the driver translates.
+    known = [number for number in nvrtc.getSupportedArchs() if number <= capability]
+    return f"-arch={'sm' if capability in known else 'compute'}_{max(known, default=capability)}"
+
+
+def compile_image(name: str, macros: Mapping[str, str], arch: str) -> Image:
+    """A kernel file, compiled by NVRTC; the kernel is named like the file. Needs no GPU.
+
+    Args:
+        name: Of the file.
+        macros: What :func:`defines` gives.
+        arch: What :func:`arch_option` gives.
 
     Raises:
         RuntimeError: It doesn't compile; the message is the compiler's own.
     """
     from cupy.cuda import nvrtc
 
-    known = [number for number in nvrtc.getSupportedArchs() if number <= capability]
-    exact = capability in known
-    arch = f"-arch={'sm' if exact else 'compute'}_{max(known, default=capability)}"
     program = nvrtc.createProgram(source(name), name, (), ())
     try:
         nvrtc.compileProgram(program, (*options(macros), arch))
-        code = nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program)
+        code = nvrtc.getCUBIN(program) if "sm_" in arch else nvrtc.getPTX(program)
     except nvrtc.NVRTCError as error:
         raise RuntimeError(f"{error}: {nvrtc.getProgramLog(program)}") from None
     finally:
@@ -133,13 +141,21 @@ def compile_function(name: str, macros: Mapping[str, str], index: int) -> int:
     with _locks.setdefault(key, threading.Lock()):
         if key not in _functions:
             try:
-                capability = driver.device(index).capability
-                depends_on = ("cuda", source(name), *options(macros), str(capability))
-                image = images.cached(depends_on, lambda: compile_image(name, macros, capability))
-                _functions[key] = driver.load(image.code, image.name, index)
+                _functions[key] = _load(name, macros, index)
             except Exception as error:
                 raise BackendUnavailable(f"{name} failed to compile: {_explain(error)}") from error
         return _functions[key]
+
+
+def _load(name: str, macros: Mapping[str, str], index: int) -> int:
+    from cupy.cuda import nvrtc
+
+    arch = arch_option(driver.device(index).capability)
+    return images.loaded(
+        ("cuda", str(nvrtc.getVersion()), source(name), *options(macros), arch),
+        lambda: compile_image(name, macros, arch),
+        lambda image: driver.load(image.code, image.name, index),
+    )
 
 
 class Layout(ctypes.Structure):

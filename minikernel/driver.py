@@ -203,6 +203,7 @@ class Launch:
         overlap: Programmatic dependent launch: the kernel may start before its predecessor in the stream
             has ended, and waits (``griddepcontrol.wait``) before it touches memory.
         scratch: Bytes of device memory each call needs beside its output.
+        inputs: Arrays that it reads. A second one takes the place of scratch memory.
     """
 
     grid: int
@@ -212,6 +213,7 @@ class Launch:
     cooperative: bool = False
     overlap: bool = False
     scratch: int = 0
+    inputs: int = 1
 
     def attributes(self) -> list[tuple[int, Any]]:
         found: list[tuple[int, Any]] = []
@@ -264,14 +266,14 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
 
     Args:
         function: ``CUfunction`` handle of a kernel with the parameters ``(x, out, [scratch,] *constants)``;
-            ``scratch`` is there if ``launch.scratch`` isn't 0.
+            ``scratch`` is there if ``launch.scratch`` isn't 0 or there is a second input.
         index: Ordinal of the device that the function was loaded on.
         launch: How to start it.
         constants: The remaining parameters, as ctypes values.
     """
     cuda = _driver()
     attributes = launch.attributes()
-    pointers = 3 if launch.scratch else 2
+    pointers = 3 if launch.scratch or launch.inputs > 1 else 2
     # Triton's kernels end with up to two pointers of its own, null here; the driver reads only those there are.
     null = ctypes.c_uint64(0)
     null_at = ctypes.addressof(null)
@@ -351,7 +353,7 @@ def setting_up(index: int) -> Iterator[None]:
 
 
 def load(image: bytes, name: str, index: int) -> int:
-    """``CUfunction`` handle of a kernel in a cubin, loaded on a device for as long as the process lives."""
+    """``CUfunction`` handle of a kernel in a cubin or PTX, loaded on a device for as long as the process lives."""
     cuda = _driver()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with setting_up(index):

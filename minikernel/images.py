@@ -1,7 +1,7 @@
-"""Compiled kernels on disk: a kernel that is there is loaded by the driver alone, and no compiler is even imported.
+"""Compiled kernels on disk: a kernel that is there is loaded by the driver alone.
 
-CuPy and Triton have caches too, but to look into them takes the whole package: CuPy compiles a few lines first, and
-Triton reads its own sources, which costs 15 and 400 ms of every process.
+CuPy and Triton have caches too, but looking into them isn't free: CuPy compiles a few lines first, which takes
+15 ms of every process, and Triton, which isn't even imported for a kernel found here, 400.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from . import user_cache
 
+Loaded = TypeVar("Loaded")
+
 #: Part of every key: a file written in another format is never read.
-_FORMAT = "1"
-#: Most files that are kept; the library has about a hundred kernels for each GPU model and version of itself.
-MOST_FILES = 1000
+_FORMAT = "2"
+_UNFINISHED = "new-"
+#: Most files that are kept, those that were used last: several times the kernels that there are for one GPU.
+MOST_FILES = 4000
 
 
 @dataclass(frozen=True)
@@ -38,23 +42,25 @@ class Image:
     shared: int = 0
 
 
-def cached(key: tuple[str, ...], compile: Callable[[], Image]) -> Image:
-    """The image with that key in the user's cache; if there is none, what ``compile`` makes, which is then kept.
+def loaded(key: tuple[str, ...], compile: Callable[[], Image], load: Callable[[Image], Loaded]) -> Loaded:
+    """What ``load`` makes of the image with that key in the user's cache.
 
-    A cache that can't be read or written is done without.
+    If there is none, or it can't be loaded, ``compile`` makes a new one, which is kept. A cache that can't be
+    read or written is done without.
 
     Args:
-        key: Everything that the image depends on: source, options, GPU.
+        key: Everything that the image depends on: source, compiler, options, GPU.
     """
     path = _path(key)
-    if path is None:
-        return compile()
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return _unpack(path.read_bytes())
+    if path is not None and (found := _read(path)):
+        with suppress(Exception):  # an image from a newer compiler than the driver knows, say
+            return load(found)
     image = compile()
-    with suppress(OSError):
-        _write(path, _pack(image))
-    return image
+    result = load(image)
+    if path is not None:
+        with suppress(OSError):
+            _write(path, _pack(image))
+    return result
 
 
 def _path(key: tuple[str, ...]) -> Path | None:
@@ -67,22 +73,30 @@ def _path(key: tuple[str, ...]) -> Path | None:
         return None
 
 
+def _read(path: Path) -> Image | None:
+    with suppress(Exception):  # whatever is wrong with the file
+        image = _unpack(path.read_bytes())
+        os.utime(path)  # it was used
+        return image
+    return None
+
+
 def _pack(image: Image) -> bytes:
-    head = {"name": image.name, "shared": image.shared, "sha256": hashlib.sha256(image.code).hexdigest()}
-    return json.dumps(head).encode() + b"\n" + image.code
+    content = json.dumps({"name": image.name, "shared": image.shared}).encode() + b"\n" + image.code
+    return hashlib.sha256(content).digest() + content
 
 
 def _unpack(packed: bytes) -> Image:
-    line, _, code = packed.partition(b"\n")
-    head = json.loads(line)
-    if head["sha256"] != hashlib.sha256(code).hexdigest():
+    digest, content = packed[:32], packed[32:]
+    if digest != hashlib.sha256(content).digest():
         raise ValueError("the file was damaged")
-    return Image(code, str(head["name"]), int(head["shared"]))
+    head, _, code = content.partition(b"\n")
+    return Image(code, **json.loads(head))
 
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix="new-")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -94,7 +108,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _keep_newest(folder: Path) -> None:
-    files = list(folder.iterdir())
+    files = [file for file in folder.iterdir() if file.is_file() and not file.name.startswith(_UNFINISHED)]
     if len(files) > MOST_FILES:
         files.sort(key=lambda file: file.stat().st_mtime)
         for file in files[: len(files) - MOST_FILES]:

@@ -123,6 +123,16 @@ class _Exposed:
         self.__array_interface__ = interface
 
 
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of an array may lie in one place, as far as its strides tell."""
+    reach = 0
+    for stride, extent in sorted((abs(s), n) for n, s in zip(shape, strides, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += (extent - 1) * stride
+    return False
+
+
 def overlap(a: Footprint, a_address: int, b: Footprint, b_address: int) -> bool:
     """Whether two arrays of one device share any memory; in doubt, that they do."""
     try:

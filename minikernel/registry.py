@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import isfinite
 from typing import Any
 
-from .problem import DTYPES, OPS, Kernel, Problem
+from .problem import ALL_OPS, BACKWARD, DTYPES, OPS, Kernel, Problem
 
 ENTRY_POINT_GROUP = "minikernel.backends"
 
@@ -73,7 +74,8 @@ class Backend:
         dtypes: Names of the input dtypes that it takes, of float16, bfloat16, float32, float64.
         prepare: Makes a :class:`Kernel` for a :class:`Problem`; called once for each distinct problem
             and cached. Raises :class:`BackendUnavailable` if the backend doesn't work here.
-        ops: Names of the operations it has: ``"softmax"``, ``"log_softmax"``.
+        ops: Names of the operations it has: ``"softmax"``, ``"log_softmax"``, and for gradients
+            ``"softmax_backward"``, ``"log_softmax_backward"``.
         requires: The packages that it imports when it first runs.
         limits: What it won't take, in words, for people to read: limit name -> sentence.
         obstacles: Sentences saying why it can't run on this machine, beyond ``requires``; empty if it
@@ -98,9 +100,9 @@ class Backend:
             raise TypeError(f"a backend's name is a string; got {self.name!r}")
         if not self.name or self.name != self.name.lower() or self.name == "auto":
             raise ValueError(f"a backend's name is lower case, not empty and not 'auto'; got {self.name!r}")
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int | float) or self.rank != self.rank:
-            raise TypeError(f"{self.name}: rank must be a number; got {self.rank!r}")
-        for attribute, known in (("devices", ("cpu", "cuda")), ("dtypes", DTYPES), ("ops", OPS)):
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int | float) or not isfinite(self.rank):
+            raise TypeError(f"{self.name}: rank must be a finite number; got {self.rank!r}")
+        for attribute, known in (("devices", ("cpu", "cuda")), ("dtypes", DTYPES), ("ops", ALL_OPS)):
             given = getattr(self, attribute)
             if not isinstance(given, tuple | list) or not given:
                 raise ValueError(f"{self.name}: {attribute} is a non-empty tuple of names; got {given!r}")
@@ -109,7 +111,9 @@ class Backend:
         needed = self.requires
         if not isinstance(needed, tuple | list) or not all(isinstance(r, Requirement) for r in needed):
             raise TypeError(f"{self.name}: requires must be a tuple of minikernel.Requirement; got {needed!r}")
-        if not isinstance(self.limits, Mapping):
+        if not isinstance(self.limits, Mapping) or not all(
+            isinstance(text, str) for pair in self.limits.items() for text in pair
+        ):
             raise TypeError(f"{self.name}: limits must be a mapping, name -> sentence; got {self.limits!r}")
         for attribute in ("prepare", "obstacles", "reasons"):
             if not callable(getattr(self, attribute)):
@@ -125,6 +129,8 @@ class Backend:
             found.append(f"it takes {', '.join(self.dtypes)}; the input is {problem.dtype}")
         if problem.op not in self.ops:
             found.append(f"it has {', '.join(self.ops)}, not {problem.op}")
+        elif problem.recorded and BACKWARD[problem.op] not in self.ops:
+            found.append("it has no gradient, and the input requires grad")
         return found
 
     def missing(self) -> list[str]:
@@ -169,17 +175,18 @@ class BackendInfo:
 
 def _entry_points() -> list[Any]:
     """What ``importlib.metadata.entry_points`` finds in the library's group, in half the time: only packages that
-    have the group are parsed."""
+    have the group are parsed. A package whose files can't be read has none."""
     from importlib import metadata  # here: it takes half as long as all else to import
 
-    texts = ((found, found.read_text("entry_points.txt")) for found in metadata.distributions())
-    names = dict.fromkeys(found.name for found, text in texts if text and ENTRY_POINT_GROUP in text)
-    # By name: of two versions on the path the first is the one that is installed.
-    return [
-        point
-        for name in names
-        for point in metadata.distribution(name).entry_points.select(group=ENTRY_POINT_GROUP)
-    ]
+    points: dict[str, list[Any]] = {}
+    for found in metadata.distributions():
+        try:
+            if ENTRY_POINT_GROUP in (found.read_text("entry_points.txt") or ""):
+                # Of two versions on the path the first is the one that is installed.
+                points.setdefault(found.name or str(found), [*found.entry_points.select(group=ENTRY_POINT_GROUP)])
+        except Exception:  # another package's fault must not stop this one
+            continue
+    return [point for of_one in points.values() for point in of_one]
 
 
 class Registry:
@@ -242,7 +249,7 @@ class Registry:
                 backend = loaded if isinstance(loaded, Backend) else loaded()
                 self._check_new(backend, {**self._backends, **found})
                 found[backend.name] = backend
-            except Exception as error:  # another package's fault must not stop this one
+            except (Exception, SystemExit) as error:  # another package's fault must not stop this one
                 broken[point.name] = (
                     f"its entry point {point.value!r} failed to load: {type(error).__name__}: {error}"
                 )

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +25,8 @@ COMMAND = "python -m minikernel tune"
 
 #: Another backend than the first by rank must be this many times as fast: less is within the noise.
 MARGIN = 1.03
+# Nothing has more rows, columns or microseconds.
+_MOST = 2**63
 
 #: Ways for an array to lie in memory that make a difference to the kernels, in words; see :func:`kind_of`.
 KINDS = {
@@ -171,8 +172,8 @@ def loads(text: str) -> Table:
 
 def _point(line: Any, backends: int) -> Point:
     rows, cols, *microseconds = line
-    extents = all(type(n) is int and n > 0 for n in (rows, cols))
-    times = all(t is None or (isinstance(t, int | float) and isfinite(t) and t > 0) for t in microseconds)
+    extents = all(type(n) is int and 0 < n < _MOST for n in (rows, cols))
+    times = all(t is None or (isinstance(t, int | float) and 0 < t < _MOST) for t in microseconds)
     if not extents or not times or len(microseconds) != backends:
         raise ValueError(f"bad point {line}")
     return Point(rows, cols, tuple(microseconds))

@@ -17,4 +17,8 @@ def folder(name: str) -> Path:
         ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
     )
     given = Path(os.environ.get(variable) or "")
-    return (given if given.is_absolute() else Path.home() / default) / "minikernel" / name
+    if not given.is_absolute():
+        given = Path.home() / default
+    if not given.is_absolute():
+        raise RuntimeError(f"the user's home {Path.home()} is no absolute path")
+    return given / "minikernel" / name

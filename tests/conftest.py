@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 from cases import GPU_BACKENDS, KINDS, Failures, Route
 
@@ -13,6 +16,16 @@ from minikernel.registry import REGISTRY
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and (reasons := driver.obstacles()):
         pytest.skip("; ".join(reasons))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_this_run(tmp_path_factory):
+    """Compiled kernels are kept, but not among the user's own; processes of one run share them."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", str(folder / "cache"))
+        yield
 
 
 def _routes(*pairs):

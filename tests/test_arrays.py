@@ -304,3 +304,20 @@ def test_bfloat16_is_rounded_to_nearest_even_and_never_from_nan_to_infinity():
     same = (y == rounded) | (y.isnan() & rounded.isnan())
     assert same.double().mean() > 0.999, "apart from ties that float32's last bit decides"
     assert y[3].isnan().all()
+
+
+def test_a_tensor_of_more_axes_than_numpy_has():
+    x = torch.randn([1] * 69 + [2, 3])
+    for dim in (-1, -2, 0):
+        y = minikernel.softmax(x, dim)
+        assert y.shape == x.shape
+        torch.testing.assert_close(y.reshape(-1), torch.softmax(x, dim).reshape(-1))
+    y = minikernel.softmax(x.transpose(-1, -2), -1)
+    torch.testing.assert_close(y.reshape(-1), torch.softmax(x.transpose(-1, -2), -1).reshape(-1))
+
+
+def test_what_is_no_array_is_a_type_error():
+    with pytest.raises(TypeError, match="it is the class ndarray itself"):
+        minikernel.softmax(np.ndarray)
+    with pytest.raises(TypeError, match="is not a dtype"):
+        minikernel.softmax(np.ones(3), dtype="f4,(")

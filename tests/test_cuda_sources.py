@@ -127,6 +127,7 @@ def _heaviest(sets: frozenset[tuple[tuple[str, str], ...]]) -> list[tuple[tuple[
     for macros in sorted(sets):
         m = dict(macros)
         way = m["TEAM"] != "0", m["CLUSTER"] != "1", m["GRID"], m["SHARED"], m["STREAMED"], m["CONGRUENT"]
+        way = *way, int(m["THREADS"]) * int(m["BLOCKS"])  # what is left of the registers for each thread
         if way not in heaviest or int(m["VECTORS"]) >= int(dict(heaviest[way])["VECTORS"]):
             heaviest[way] = macros
     # And the other extreme: one thread a row with all of its odd elements.
@@ -227,7 +228,7 @@ extern "C" __global__ void kernel(float* x, int n) {
 
 
 def test_a_source_has_its_includes_pasted_in():
-    """NVRTC gets no include path, and CuPy's cache of binaries sees no file but this one."""
+    """NVRTC gets no include path, and what is compiled is remembered by this text."""
     for file in (*NOT_FUSED, "softmax_fused.cu", "softmax_fused_columns.cu", "softmax_fused_strided.cu"):
         assert "#include" not in cuda.source(file)
         assert "struct Layout {" in cuda.source(file)
@@ -235,10 +236,11 @@ def test_a_source_has_its_includes_pasted_in():
 
 def test_an_image_for_a_gpu_that_the_compiler_knows_and_for_a_newer_one(nvrtc):
     macros = cuda.defines(a_problem("softmax", "float32", "float32"))
-    image = cuda.compile_image("softmax_naive.cu", macros, 90)
+    assert cuda.arch_option(90) == "-arch=sm_90"
+    image = cuda.compile_image("softmax_naive.cu", macros, cuda.arch_option(90))
     assert image.name == "softmax_naive"
     assert image.code.startswith(b"\x7fELF")
-    newer = cuda.compile_image("softmax_naive.cu", macros, 999)
+    newer = cuda.compile_image("softmax_naive.cu", macros, cuda.arch_option(999))
     assert f".target sm_{max(nvrtc.getSupportedArchs())}".encode() in newer.code
     assert b".entry softmax_naive" in newer.code
 
@@ -246,4 +248,4 @@ def test_an_image_for_a_gpu_that_the_compiler_knows_and_for_a_newer_one(nvrtc):
 def test_a_source_that_does_not_compile_says_where(nvrtc, monkeypatch):
     monkeypatch.setattr(cuda, "source", lambda name: "this is no C++")
     with pytest.raises(RuntimeError, match=r"softmax_naive\.cu\(1\): error"):
-        cuda.compile_image("softmax_naive.cu", {}, 90)
+        cuda.compile_image("softmax_naive.cu", {}, "-arch=sm_90")

@@ -11,7 +11,7 @@ from isolated import run
 
 import minikernel
 from minikernel import images, user_cache
-from minikernel.images import Image, cached
+from minikernel.images import Image, loaded
 
 IMAGE = Image(b"\x7fELF\n\0code", "softmax_fused", 4096)
 KEY = ("source", "-DOPTION=1", "90")
@@ -19,6 +19,10 @@ KEY = ("source", "-DOPTION=1", "90")
 
 def never() -> Image:
     raise AssertionError("it was compiled again")
+
+
+def cached(key, compile):
+    return loaded(key, compile, lambda image: image)
 
 
 @pytest.fixture
@@ -50,6 +54,7 @@ def test_each_key_has_an_image_of_its_own(folder, other):
         lambda content: b"",
         lambda content: content.replace(b"code", b"c0de"),
         lambda content: b"[1]\n" + content,
+        lambda content: content.replace(b"4096", b"2048"),
     ],
 )
 def test_a_damaged_file_is_compiled_again_and_put_right(folder, damage):
@@ -59,6 +64,27 @@ def test_a_damaged_file_is_compiled_again_and_put_right(folder, damage):
     file.write_bytes(damage(sound))
     assert cached(KEY, lambda: IMAGE) == IMAGE
     assert file.read_bytes() == sound
+
+
+def test_an_image_that_the_driver_refuses_is_compiled_again(folder):
+    cached(KEY, lambda: Image(b"by a newer compiler", "softmax_fused"))
+
+    def load(image: Image) -> bytes:
+        if image.code.startswith(b"by a newer"):
+            raise RuntimeError("CUDA refused to load softmax_fused")
+        return image.code
+
+    assert loaded(KEY, lambda: IMAGE, load) == IMAGE.code
+    assert cached(KEY, never) == IMAGE
+
+
+def test_what_no_driver_takes_is_an_error_and_not_kept(folder):
+    def refuse(image: Image) -> Image:
+        raise RuntimeError("CUDA refused to load it")
+
+    with pytest.raises(RuntimeError, match="refused"):
+        loaded(KEY, lambda: IMAGE, refuse)
+    assert not folder.exists()
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(folder):
@@ -88,17 +114,19 @@ def test_a_failed_compilation_leaves_nothing(folder):
     assert cached(KEY, lambda: IMAGE) == IMAGE
 
 
-def test_the_oldest_go_when_there_are_too_many(folder, monkeypatch):
+def test_those_used_longest_ago_go_when_there_are_too_many(folder, monkeypatch):
     monkeypatch.setattr(images, "MOST_FILES", 3)
     for i in range(5):
         cached((str(i),), lambda: IMAGE)
         for file in folder.iterdir():  # time passes
             os.utime(file, (file.stat().st_mtime - 10,) * 2)
+        if i >= 1:
+            cached(("0",), never)
     assert len(list(folder.iterdir())) == 3
-    for i in (2, 3, 4):
+    for i in (0, 3, 4):
         assert cached((str(i),), never) == IMAGE
     with pytest.raises(AssertionError):
-        cached(("0",), never)
+        cached(("1",), never)
 
 
 @pytest.mark.gpu

@@ -348,3 +348,20 @@ def test_an_inference_tensor_is_written_in_inference_mode_alone():
         softmax(torch.ones(5, 7), out=out)
     with pytest.raises(ValueError, match="inference"):
         softmax(torch.ones(5, 7), out=out)
+
+
+def test_an_out_that_overlaps_itself_is_refused():
+    x = np.ones((4, 4), np.float32)
+    out = np.lib.stride_tricks.as_strided(np.zeros(7, np.float32), (4, 4), (4, 4))
+    with pytest.raises(ValueError, match="several elements in one place"):
+        softmax(x, out=out)
+    with pytest.raises(ValueError, match="several elements in one place"):
+        softmax(torch.ones(4, 4), out=torch.zeros(7).as_strided((4, 4), (1, 1)))
+
+
+def test_a_masked_out_is_refused_whatever_was_called_before():
+    x = np.ones((4, 4), np.float32)
+    for _ in range(2):
+        softmax(x, out=np.zeros((4, 4), np.float32).view(np.matrix))
+        with pytest.raises(TypeError, match="masked array"):
+            softmax(x, out=np.ma.array(np.zeros((4, 4), np.float32), mask=True))

@@ -122,7 +122,10 @@ def assert_fits(plan: RowPlan, problem: Problem, device: Device) -> None:
     assert launch.shared + 1024 <= device.shared_per_block
     assert launch.cluster == 1 or (device.capability >= 90 and launch.cluster <= 16)
     if plan.cooperative:
-        per_sm = min(2048 // launch.block, device.shared_per_sm // (launch.shared + 2048))
+        threads = {75: 1024, 86: 1536, 89: 1536, 120: 1536}.get(device.capability, 2048)  # of a multiprocessor
+        # The compiler keeps its registers down to what so many blocks leave each; it doesn't for more.
+        assert launch.grid <= device.sm_count * int(plan.macros()["BLOCKS"])
+        per_sm = min(threads // launch.block, device.shared_per_sm // (launch.shared + 2048))
         assert launch.grid <= device.sm_count * per_sm, "all blocks must be resident at once"
         assert launch.scratch >= launch.grid * 2 * (8 if problem.dtype == "float64" else 4)
     assert not launch.overlap or device.capability >= 90

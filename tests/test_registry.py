@@ -130,9 +130,9 @@ def test_built_ins_stay(registry):
         ({"reasons": "never"}, TypeError, "reasons"),
         ({"name": 10}, TypeError, "name is a string; got 10"),
         ({"name": None}, TypeError, "name is a string"),
-        ({"rank": "10"}, TypeError, "tenths: rank must be a number; got '10'"),
-        ({"rank": True}, TypeError, "rank must be a number; got True"),
-        ({"rank": float("nan")}, TypeError, "rank must be a number; got nan"),
+        ({"rank": "10"}, TypeError, "tenths: rank must be a finite number; got '10'"),
+        ({"rank": True}, TypeError, "rank must be a finite number; got True"),
+        ({"rank": float("nan")}, TypeError, "rank must be a finite number; got nan"),
         ({"rank": 1j}, TypeError, "rank"),
         ({"dtypes": None}, ValueError, "dtypes"),
         ({"requires": ("cupy",)}, TypeError, r"requires must be a tuple of minikernel\.Requirement"),
@@ -363,6 +363,33 @@ def points(monkeypatch):
     found = []
     monkeypatch.setattr(registry_module, "_entry_points", lambda: found)
     return found
+
+
+def test_packages_whose_metadata_is_odd_stop_nothing(tmp_path, monkeypatch):
+    def put(name: str, entry_points: bytes, metadata: str | None = None) -> None:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "entry_points.txt").write_bytes(entry_points)
+        if metadata:
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {metadata}\nVersion: 1.0\n")
+
+    group = b"[minikernel.backends]\n"
+    put("renamed-1.0.dist-info", group + b"one = somewhere:ONE\n", "real-name")
+    put("nameless-1.0.dist-info", group + b"two = somewhere:TWO\n")
+    put("bad_line-1.0.dist-info", group + b"not an entry point\n", "bad-line")
+    put("not_text-1.0.dist-info", b"[console_scripts]\n\xff = a:b\n", "not-text")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert {"one", "two"} <= {point.name for point in registry_module._entry_points()}
+
+
+def test_a_plug_in_that_exits_stops_nothing(points):
+    def leave():
+        raise SystemExit(3)
+
+    points.append(Point(name="leaver", load=leave))
+    info = Registry().info()["leaver"]
+    assert not info.available
+    assert "SystemExit: 3" in info.reasons[0]
 
 
 def test_an_interrupt_while_loading_leaves_nothing_half_done(points):

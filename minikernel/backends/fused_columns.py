@@ -18,6 +18,7 @@ _ACCESS_BYTES = 16
 _WARP = 32
 _LINE_BYTES = 128
 _SECTOR_BYTES = 32
+_NARROW_BYTES = 8
 # Shared memory that the driver keeps for itself in each block.
 _RESERVED_BYTES = 1024
 # A block has 128 to 512 threads; a multiprocessor runs 1024 at 64 registers each, if it has as much shared memory.
@@ -161,8 +162,9 @@ def plan_columns(problem: Problem, device: Device) -> ColumnsPlan | None:
     if problem.cols * size > _MOST_BYTES or (planes > 1 and problem.cols * side * size < _FEWEST_BYTES):
         return None
     wide = widest(problem)
-    # Tiles of a line, or of half of one where narrow packs would make a turned tile low; narrower if they must.
-    first = _LINE_BYTES // 2 if turn and wide * size <= _LINE_BYTES // 16 else _LINE_BYTES
+    # Tiles of a line, or of half of one where narrow packs, as all of half types are, would make a turned tile low;
+    # narrower if they must.
+    first = _LINE_BYTES // 2 if turn and wide * size <= _NARROW_BYTES else _LINE_BYTES
     sizes = _cluster_sizes(device)
     for width in (first, first // 2, _SECTOR_BYTES):
         across = min(max(1, width // (wide * size)), power_of_two(ceil_div(side, wide)))
@@ -171,7 +173,8 @@ def plan_columns(problem: Problem, device: Device) -> ColumnsPlan | None:
             if found := _plan_tile(problem, device, wide, across, parts):
                 if turn and size == 2 and parts < sizes[-1] and found.grid < _FEW_BLOCKS_PER_SM * device.sm_count:
                     halved = build(problem, device, wide, found.across, found.groups, found.vectors, 2 * parts)
-                    found = halved or found
+                    if halved and halved.share < found.share:
+                        found = halved
                 return found if found.grid <= cuda.MAX_GRID else None
     return None
 

@@ -368,8 +368,8 @@ _lock = threading.Lock()
 
 
 @cache
-def _kernels_text() -> str:
-    return Path(__file__).with_name("triton_kernels.py").read_text(encoding="utf-8")
+def _text(file: str) -> str:
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")
 
 
 @cache
@@ -386,15 +386,27 @@ def _image(source: _Source, capability: int) -> Image:
     return Image(compiled.asm["cubin"], compiled.metadata.name, compiled.metadata.shared)
 
 
+def _load(source: _Source, index: int) -> tuple[int, int]:
+    capability = driver.device(index).capability
+
+    def compile() -> Image:
+        return _image(source, capability)
+
+    def load(image: Image) -> tuple[int, int]:
+        return driver.load(image.code, image.name, index), image.shared
+
+    if not _triton_version():  # then nothing tells one compiler from another
+        return load(compile())
+    depends_on = ("triton", _triton_version(), _text("triton_kernels.py"), _text("triton_fused.py"), repr(source))
+    return images.loaded((*depends_on, str(capability)), compile, load)
+
+
 def _function(source: _Source, index: int) -> tuple[int, int]:
     """``CUfunction`` and bytes of shared memory of a kernel on a device; compiled and loaded once."""
     with _lock:  # held while compiling, so that threads that want the same kernel compile it once
         if (source, index) not in _functions:
             try:
-                capability = driver.device(index).capability
-                depends_on = ("triton", _triton_version(), _kernels_text(), repr(source), str(capability))
-                image = images.cached(depends_on, lambda: _image(source, capability))
-                _functions[source, index] = driver.load(image.code, image.name, index), image.shared
+                _functions[source, index] = _load(source, index)
             except Exception as error:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
                 raise BackendUnavailable(f"{source.name} failed to compile: {reason}") from error

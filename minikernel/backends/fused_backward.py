@@ -1,0 +1,186 @@
+"""How ``cuda-fused`` takes gradients: the launches of softmax_backward.cu and softmax_backward_columns.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .. import cuda
+from ..driver import Device, Launch
+from ..integers import ceil_div, power_of_two
+from ..problem import ITEMSIZE, Problem
+
+_ACCESS_BYTES = 16
+_WARP = 32
+# Packs of y, and of dy, that a thread may hold; each is a kernel of its own, so few.
+_VECTORS = (1, 2, 3, 4)
+# Blocks are compiled for at most so many threads, of which a multiprocessor runs so many.
+_BLOCK_SIZES = (128, 256, 512)
+_THREADS_PER_SM = 1024
+# At least a line of single elements is a thread's each.
+_FEWEST_THREADS = 64
+_COLUMNS_THREADS = 256
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How softmax_backward.cu takes rows whose elements are neighbors in memory.
+
+    Attributes:
+        rows: Rows of the problem.
+        team: Lanes of a warp that share a row; 0: a block or a cluster.
+        vectors: Packs of y, and of dy, that a thread holds in registers.
+        threads: Threads a block.
+        blocks_per_sm: So large blocks that fit on a multiprocessor: what the compiler may spend on registers.
+        wide: Elements a pack.
+        parts: Blocks of a cluster that share a row.
+        streamed: Whether there is more than all that, which is read twice.
+        overlap: Whether the launch may start before its predecessor in the stream has ended.
+    """
+
+    rows: int
+    team: int
+    vectors: int
+    threads: int
+    blocks_per_sm: int
+    wide: int
+    parts: int = 1
+    streamed: bool = False
+    overlap: bool = False
+
+    file = "softmax_backward.cu"
+
+    @property
+    def grid(self) -> int:
+        return ceil_div(self.rows, self.threads // self.team) if self.team else self.rows * self.parts
+
+    def macros(self) -> dict[str, object]:
+        return {
+            "TEAM": self.team,
+            "CLUSTER": self.parts,
+            "VECTORS": self.vectors,
+            "STREAMED": self.streamed,
+            "WIDE": self.wide,
+            "THREADS": _block_size(self.threads),
+            "BLOCKS": self.blocks_per_sm,
+        }
+
+    def launch(self) -> Launch:
+        return Launch(self.grid, self.threads, cluster=self.parts, overlap=self.overlap, inputs=2)
+
+    def constants(self) -> list[ctypes.c_int]:
+        """The kernel's parameters after the layout."""
+        return []
+
+
+@dataclass(frozen=True)
+class BackwardColumnsPlan:
+    """How softmax_backward_columns.cu takes rows that lie side by side.
+
+    Attributes:
+        planes: The extent of the outer axis.
+        side: Rows side by side in each.
+        wide: Elements a pack, each of another row.
+        lanes: Threads side by side along the rows.
+        overlap: Whether the launch may start before its predecessor in the stream has ended.
+    """
+
+    planes: int
+    side: int
+    wide: int
+    lanes: int
+    overlap: bool = False
+
+    file = "softmax_backward_columns.cu"
+
+    @property
+    def tiles(self) -> int:
+        return ceil_div(self.side, self.lanes * self.wide)
+
+    @property
+    def grid(self) -> int:
+        return self.planes * self.tiles
+
+    def macros(self) -> dict[str, object]:
+        return {"WIDE": self.wide, "LANES": self.lanes}
+
+    def launch(self) -> Launch:
+        return Launch(self.grid, _COLUMNS_THREADS, overlap=self.overlap, inputs=2)
+
+    def constants(self) -> list[ctypes.c_int]:
+        """The kernel's parameters after the layout."""
+        return [ctypes.c_int(self.tiles)]
+
+
+Plan: TypeAlias = BackwardPlan | BackwardColumnsPlan
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    """Choose the launch: a pure function of the problem and the GPU."""
+    wide = _ACCESS_BYTES // ITEMSIZE[problem.dtype]
+    overlap = device.capability >= 90
+    if problem.inner > 1:
+        if problem.inner % wide:
+            wide = 1
+        lanes = min(_WARP, power_of_two(ceil_div(problem.inner, wide)))
+        # Fewer rows a block where there are too few for the chip, but whole sectors of 32 bytes.
+        while lanes * wide * ITEMSIZE[problem.dtype] > 32 and (
+            problem.outer * ceil_div(problem.inner, lanes * wide) < 2 * device.sm_count
+        ):
+            lanes //= 2
+        return BackwardColumnsPlan(problem.outer, problem.inner, wide, lanes, overlap)
+    packs = ceil_div(problem.cols, wide)
+    if packs <= _WARP * _VECTORS[-1]:
+        team = min(_WARP, power_of_two(ceil_div(packs, 2 if packs <= 4 else 3)))
+        if problem.cols % wide:
+            team = max(team, 4)  # up to two packs less one element a row are taken one by one
+        return BackwardPlan(problem.rows, team, _up(ceil_div(packs, team)), 128, 1, wide, overlap=overlap)
+    largest = device.max_cluster if device.capability >= 90 else 1
+    parts = 1
+    while parts < largest and _share(packs, parts) > _BLOCK_SIZES[-1] * _VECTORS[-1]:
+        parts *= 2
+    while 2 * parts <= largest and problem.rows * parts * 2 <= device.sm_count and _share(packs, 2 * parts) >= 256:
+        parts *= 2  # few rows: all multiprocessors
+    share = _share(packs, parts)
+    threads, vectors = _fewest_empty(share)
+    factor = 2 if problem.dtype == "float64" else 1
+    return BackwardPlan(
+        problem.rows,
+        team=0,
+        vectors=vectors,
+        threads=threads,
+        blocks_per_sm=max(1, _THREADS_PER_SM // _block_size(threads) // factor),
+        wide=wide,
+        parts=parts,
+        streamed=share > threads * vectors,
+        overlap=overlap,
+    )
+
+
+def _fewest_empty(share: int) -> tuple[int, int]:
+    """Threads and packs of each for a part of a row: few places left empty, then few threads."""
+    candidates = [
+        (max(_FEWEST_THREADS, min(_BLOCK_SIZES[-1], ceil_div(ceil_div(share, vectors), _WARP) * _WARP)), vectors)
+        for vectors in _VECTORS[1:]
+    ]
+    fitting = [c for c in candidates if c[0] * c[1] >= share]
+    return min(fitting, key=lambda c: (c[0] * c[1], c[0])) if fitting else candidates[-1]
+
+
+def _share(packs: int, parts: int) -> int:
+    """Packs of a row for each of several blocks: whole lines of 128 bytes."""
+    return packs if parts == 1 else ceil_div(packs, parts * 8) * 8
+
+
+def _up(vectors: int) -> int:
+    return next(v for v in _VECTORS if v >= vectors)
+
+
+def _block_size(threads: int) -> int:
+    return next(size for size in _BLOCK_SIZES if size >= threads)
+
+
+def fits_grid(planned: Plan) -> bool:
+    """Whether the grid has no more blocks than a launch may have."""
+    return planned.grid <= cuda.MAX_GRID
