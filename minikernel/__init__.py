@@ -1,5 +1,7 @@
 """``softmax(x)`` for any array, on the best kernel that this machine can run."""
 
+from typing import TYPE_CHECKING, Any
+
 from .api import explain, log_softmax, softmax
 from .dispatch import Decision, FallbackWarning, use_backend
 from .problem import Kernel, Problem
@@ -14,7 +16,22 @@ from .registry import (
     unregister_backend,
 )
 
+if TYPE_CHECKING:
+    from . import nn
+    from .nn import replace_softmax
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``nn`` and ``replace_softmax`` need PyTorch, which is imported with the first of them that is asked for."""
+    if name not in ("nn", "replace_softmax"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    nn = import_module(".nn", __name__)
+    return nn if name == "nn" else nn.replace_softmax
+
 
 __all__ = [
     "Backend",
@@ -30,7 +47,9 @@ __all__ = [
     "explain",
     "list_backends",
     "log_softmax",
+    "nn",
     "register_backend",
+    "replace_softmax",
     "softmax",
     "unregister_backend",
     "use_backend",

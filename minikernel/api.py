@@ -13,7 +13,7 @@ from . import arrays, dispatch, layout
 from .arrays import HALF_TYPES, Framework
 from .dispatch import Decision
 from .layout import normalize_dim
-from .problem import ITEMSIZE, OPS, Kernel, Problem
+from .problem import BACKWARD, ITEMSIZE, OPS, Kernel, Problem
 from .registry import REGISTRY, BackendError
 
 Array = TypeVar("Array")
@@ -59,12 +59,12 @@ def softmax(
         ValueError: ``backend`` isn't a backend's name; or ``out`` has another shape or device, can't be
             written, overlaps the input without being it, or requires grad.
         BackendError: No backend can take the input; lists every backend with its reasons.
-        NotImplementedError: The input requires grad or carries a tangent, which would be lost.
+        RuntimeError: ``out`` is given, and the input requires grad or carries a tangent, which would be lost.
     """
     # What _call does where an earlier call was alike: one call less, a tenth of a microsecond, on the busiest path.
     framework = arrays.by_type.get(type(x))
     common = type(dim) is int and type(backend) is str and dtype is None and out is None and not unknown
-    if common and framework is not None:
+    if common and framework is not None and not framework.is_compiling():
         signature = framework.key(x)
         if call := _calls.get(("softmax", dim, backend, None, dispatch.override.get(), signature)):
             return call(x)
@@ -121,11 +121,12 @@ def explain(
         return Decision(None, "The input is empty: nothing runs.")
     if out is not None:
         _overlap_guard(framework, x, out)(x, out)
+    problem = replace(request.problem, recorded=framework.is_recorded(x))
     try:
-        decision, kernel = dispatch.resolve(request.problem, backend)
-        _executor(framework, decision, kernel, request.problem)
+        decision, kernel = dispatch.resolve(problem, backend)
+        _executor(framework, decision, kernel, problem)
     except BackendError as error:
-        decision = dispatch.choose(request.problem, backend)
+        decision = dispatch.choose(problem, backend)
         if decision.backend is not None:  # it could run, were there something to copy the input with
             return replace(decision, backend=None, reason=str(error))
     return replace(decision, reason=" ".join([decision.reason, *request.notes]))
@@ -145,10 +146,18 @@ for _function in (softmax, log_softmax, explain):
 def _call(op: str, x: Any, dim: int, backend: str, dtype: Any, out: Any, unknown: Mapping[str, Any]) -> Any:
     if unknown:
         _refuse(unknown)
+    if arrays.is_compiling():
+        from . import torch_ops
+
+        return torch_ops.traced(op, x, dim, backend, dtype, out)
     framework = arrays.by_type.get(type(x)) or arrays.framework_of(x)
     if out is not None:
         return _call_into(framework, op, x, dim, backend, framework.effective_dtype(x, dtype), out)
     signature = framework.key(x)
+    if signature is None and framework.is_transformed(x):
+        from . import torch_ops
+
+        return torch_ops.transformed(op, x, dim, backend, dtype)
     if signature is None or type(dim) is not int:
         return _bind(framework, op, x, dim, backend, dtype, plain=False)(x)
     key = (op, dim, backend, dtype, dispatch.override.get(), signature)
@@ -327,7 +336,10 @@ def _bind(
 
     ``plain`` says that ``framework.check`` would return every array with this key as it is.
     """
-    request = _examine(framework, op, x, dim, framework.effective_dtype(x, dtype))
+    dtype = framework.effective_dtype(x, dtype)
+    if framework.is_recorded(x):
+        return _bind_recorded(framework, op, x, dim, backend, dtype)
+    request = _examine(framework, op, x, dim, dtype)
     out_dtype = request.out_dtype
     if request.problem is None:
         dispatch.requested(backend)  # a wrong name is an error for an empty array too
@@ -344,6 +356,87 @@ def _bind(
     if not plain or request.cast or request.copy or decision.through:
         return call
     return framework.fast_call(x, request.problem, kernel) or call
+
+
+def _bind_recorded(
+    framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any
+) -> Callable[[Any], Any]:
+    """The same for a tensor that autograd records."""
+    from . import torch_ops
+
+    request = _examine(framework, op, x, dim, dtype)
+    if request.cast:  # which autograd records by itself
+        wanted = request.out_dtype
+        return lambda x: _call(op, framework.cast(x, wanted), dim, backend, None, None, {})
+    axis = normalize_dim(dim, len(framework.geometry(x)[0]))
+    forward: Callable[[Any], Any] | None
+    run_backward: Callable[[Any, Any], Any] | None
+    forward, run_backward = None, None
+    if request.problem is not None:
+        recorded = replace(request.problem, recorded=True)
+        decision, kernel = dispatch.resolve(recorded, backend, complete=False)
+        execute = _executor(framework, decision, kernel, request.problem)
+        if decision.through is None:
+            run_backward = _backward(framework, recorded, decision.backend or backend)
+            if not request.copy:
+                forward = framework.fast_call(x, request.problem, kernel)
+
+    def copy_and_run(x: Any) -> Any:
+        prepared = request.prepare(framework, x)
+        out = framework.empty(prepared, request.out_dtype)
+        if request.problem is not None:
+            execute(prepared, out)
+        return out
+
+    forward = forward or copy_and_run
+    bound = torch_ops.Bound(op, axis, x.dtype, forward, run_backward)
+    record: Callable[..., Any] = torch_ops.Recorded.apply
+    return lambda x: record(x, bound)
+
+
+def _backward(framework: Framework, problem: Problem, backend: str) -> Callable[[Any, Any], Any]:
+    """``backward(dy, y)`` by a backend's own kernel, prepared when it first runs."""
+    target = Problem(
+        BACKWARD[problem.op],
+        problem.device,
+        problem.index,
+        problem.out_dtype,
+        problem.dtype,
+        problem.outer,
+        problem.cols,
+        problem.inner,
+        (problem.cols * problem.inner, problem.inner, 1),
+    )
+    launches: list[Callable[[Any, Any, Any], None]] = []
+
+    def run(dy: Any, y: Any) -> Any:
+        if not launches:
+            _, kernel = dispatch.resolve(target, backend, complete=False)
+            launches.append(framework.backward_launcher(kernel, target))
+        dy, y = framework.aligned(dy), framework.aligned(y)
+        dx = framework.empty(y, target.out_dtype)
+        launches[0](y, dy, dx)
+        return dx
+
+    return run
+
+
+def plain(op: str, x: Any, dim: int, backend: str, dtype: Any) -> Any:
+    """A call for a tensor that nothing records: what is inside an operator or an ``autograd.Function``."""
+    return _call(op, x, dim, backend, dtype, None, {})
+
+
+def backward_of(op: str, y: Any, dim: int, backend: str, dtype: Any) -> Callable[[Any, Any], Any] | None:
+    """``backward(dy, y)`` for outputs like ``y``, ``dtype`` being the input's; None if no kernel can run on it."""
+    framework = arrays.framework_of(y)
+    request = _examine(framework, op, y.contiguous(), dim, None)
+    if request.problem is None:
+        return None
+    problem = replace(request.problem, dtype=arrays.dtype_name(dtype), recorded=True)
+    decision = dispatch.choose(problem, backend, complete=False)
+    if decision.backend is None or decision.through:
+        return None
+    return _backward(framework, problem, decision.backend)
 
 
 def _call_into(framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any, out: Any) -> Any:
@@ -369,6 +462,10 @@ def _bind_into(
     framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any, out: Any
 ) -> Callable[[Any, Any], None]:
     """What a call with these arguments comes to, as a function of the array and its output."""
+    if framework.is_recorded(x) or framework.is_transformed(x):
+        raise RuntimeError(
+            "out= can't be recorded by autograd, and the input requires grad or is being transformed"
+        )
     request = _examine(framework, op, x, dim, dtype, out)
     if request.problem is None:
         dispatch.requested(backend)

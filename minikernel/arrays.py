@@ -88,10 +88,23 @@ def find_courier() -> Framework:
     )
 
 
+def is_compiling() -> bool:
+    """Whether ``torch.compile`` is tracing this very call, and not running it."""
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    return compiler is not None and bool(compiler.is_compiling())
+
+
+def _never() -> bool:
+    return False
+
+
 class Framework:
     """What the library needs of an array framework; one subclass each."""
 
     name: str
+
+    #: Whether the framework's compiler is tracing this very call.
+    is_compiling: Callable[[], bool] = staticmethod(_never)
 
     def check(self, x: Any) -> Any:
         """``x`` as the framework's plain array, its values where they were.
@@ -185,6 +198,22 @@ class Framework:
     def effective_dtype(self, x: Any, dtype: Any) -> Any:
         """``dtype``, or what the framework's own rules (autocast) make of None."""
         return dtype
+
+    def is_recorded(self, x: Any) -> bool:
+        """Whether the framework records what happens to ``x``, for its gradient."""
+        return False
+
+    def is_transformed(self, x: Any) -> bool:
+        """Whether ``x`` is inside a function transform, or carries a tangent."""
+        return False
+
+    def aligned(self, x: Any) -> Any:
+        """``x``, or a copy: contiguous, and at a multiple of 16 bytes."""
+        raise NotImplementedError
+
+    def backward_launcher(self, kernel: Kernel, problem: Problem) -> Callable[[Any, Any, Any], None]:
+        """``run(y, dy, dx)`` for a kernel that takes gradients."""
+        raise NotImplementedError
 
 
 class _NumPyLike(Framework):
@@ -363,6 +392,7 @@ class Torch(Framework):
         self.forward_ad = torch.autograd.forward_ad
         self.dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
         self.is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", lambda: False)
+        self.is_compiling = torch.compiler.is_compiling
         self.key = self._make_key()
         # Absent from a build without CUDA, which has no tensors to use them for.
         self.raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
@@ -371,7 +401,7 @@ class Torch(Framework):
     def check(self, x: Any) -> Any:
         torch = self.torch
         if self.is_wrapped(x) or self.transform() is not None:
-            raise NotImplementedError("there are no gradients or batching rules yet: call it outside torch.func")
+            raise NotImplementedError("inside a torch.func transform there is no memory to look at")
         if x.is_nested:
             raise TypeError(
                 "a nested tensor has no path here: pass a dense one (torch.nested.to_padded_tensor(x, -torch.inf))"
@@ -390,10 +420,6 @@ class Torch(Framework):
         if self.dispatch_modes() and type(torch.empty_like(x)) is not torch.Tensor:
             raise NotImplementedError(
                 "under this TorchDispatchMode tensors aren't real: there is nothing to compute"
-            )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "the input requires grad and there are no gradients yet: use torch.no_grad() or x.detach()"
             )
         if self.forward_ad._current_level >= 0 and self.forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError("the input carries a forward-mode tangent, which would be lost")
@@ -536,11 +562,11 @@ class Torch(Framework):
         plain_types, forward_ad = self.plain_types, self.forward_ad
         half_types, transform = tuple(self.dtypes[name] for name in HALF_TYPES), self.transform
         dispatch_modes, is_tracing, autocasts = self.dispatch_modes, self.is_tracing, self.torch.is_autocast_enabled
+        is_grad_enabled = self.torch.is_grad_enabled
 
         def key(x: Any) -> tuple[Any, ...] | None:
             if (
                 type(x) not in plain_types
-                or x.requires_grad
                 or x.is_neg()
                 or forward_ad._current_level >= 0
                 or dispatch_modes()
@@ -553,7 +579,8 @@ class Torch(Framework):
                     return None
                 dtype = x.dtype
                 autocast = dtype in half_types and autocasts()
-                return dtype, x.shape, x.is_contiguous() or x.stride(), x.device, address & 15, autocast
+                recorded = x.requires_grad and is_grad_enabled()
+                return dtype, x.shape, x.is_contiguous() or x.stride(), x.device, address & 15, autocast, recorded
             except RuntimeError:  # nested, sparse, or wrapped by a transform: it has no strides or no memory
                 return None
 
@@ -564,6 +591,38 @@ class Torch(Framework):
         if dtype is None and self.torch.is_autocast_enabled() and x.is_cuda:
             return self.torch.float32 if self.dtype(x) in HALF_TYPES else None
         return dtype
+
+    def is_recorded(self, x: Any) -> bool:
+        return bool(x.requires_grad) and self.torch.is_grad_enabled()
+
+    def is_transformed(self, x: Any) -> bool:
+        if self.is_wrapped(x) or self.transform() is not None:
+            return True
+        return self.forward_ad._current_level >= 0 and self.forward_ad.unpack_dual(x).tangent is not None
+
+    def aligned(self, x: Any) -> Any:
+        x = x.contiguous()
+        return x.clone() if x.data_ptr() % 16 else x
+
+    def backward_launcher(self, kernel: Kernel, problem: Problem) -> Callable[[Any, Any, Any], None]:
+        run, index = kernel.run, problem.index
+        if problem.device != "cuda":
+            shape = (problem.outer, problem.cols, problem.inner)
+
+            def on_host(y: Any, dy: Any, dx: Any) -> None:
+                y, dy, dx = (self.host(tensor).reshape(shape) for tensor in (y, dy, dx))
+                run(y, dx, 0, dy)
+
+            return on_host
+
+        def launch(y: Any, dy: Any, dx: Any) -> None:
+            if self.current_device() != index:
+                with self.torch.cuda.device(index):
+                    launch(y, dy, dx)
+            else:
+                run(y.data_ptr(), dx.data_ptr(), self.raw_stream(index), dy.data_ptr())
+
+        return launch
 
 
 class CuPy(_NumPyLike):

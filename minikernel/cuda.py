@@ -62,7 +62,7 @@ def defines(problem: Problem, **more: object) -> dict[str, str]:
     shared = {
         "IN": _TYPES[problem.dtype],
         "OUT": _TYPES[problem.out_dtype],
-        "LOG": "1" if problem.op == "log_softmax" else "0",
+        "LOG": "1" if problem.op.startswith("log_") else "0",
     }
     return shared | {name: str(int(v) if isinstance(v, bool) else v) for name, v in more.items()}
 

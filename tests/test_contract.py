@@ -278,15 +278,21 @@ def test_subclasses_of_tensors_are_refused_even_after_a_plain_one(torch_route):
     torch_route.verify(torch.nn.Parameter(x, requires_grad=False))
 
 
-# Gradients: nothing loses one in silence
+# Gradients, of which there is more in test_gradients.py: nothing loses one in silence
+
+
+GRADIENTS = ("numpy", "cuda-fused", "triton-fused")
 
 
 def test_requires_grad(torch_route):
     x = torch_route.array(randn(3, 4))
     torch_route.verify(x)
     for given in (x.clone().requires_grad_(), torch.nn.Parameter(x.clone()), (x.clone().requires_grad_() * 2)):
-        with pytest.raises(NotImplementedError, match="grad"):
-            torch_route.run(given)
+        if torch_route.backend in GRADIENTS:
+            assert torch_route.run(given).requires_grad
+        else:
+            with pytest.raises(BackendError, match="it has no gradient"):
+                torch_route.run(given)
         with torch.no_grad():
             assert not torch_route.run(given).requires_grad
         with torch.inference_mode():
@@ -300,8 +306,9 @@ def test_forward_mode_tangents(torch_route):
     torch_route.verify(x)
     with forward_ad.dual_level():
         torch_route.verify(x)
-        with pytest.raises(NotImplementedError, match="tangent"):
-            torch_route.run(forward_ad.make_dual(x, torch.ones_like(x)))
+        y = torch_route.run(forward_ad.make_dual(x, torch.ones_like(x)))
+        assert forward_ad.unpack_dual(y).tangent is not None
+    torch_route.verify(x)
 
 
 def test_function_transforms(torch_route):
@@ -312,12 +319,13 @@ def test_function_transforms(torch_route):
         "vmap": lambda: torch.vmap(torch_route.run)(x),
         "jvp": lambda: torch.func.jvp(torch_route.run, (x,), (torch.ones_like(x),)),
         "jacrev": lambda: torch.func.jacrev(torch_route.run)(x),
-        "functionalize": lambda: torch.func.functionalize(torch_route.run)(x),
     }
     for name, call in transforms.items():
-        with pytest.raises(NotImplementedError, match=r"torch\.func"):
-            call()
+        call()
         assert torch_route.verify(x) is not None, f"{name} left something behind"
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.func.functionalize(torch_route.run)(x)
+    torch_route.verify(x)
 
 
 def test_fake_tensors(torch_route):

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
-from minikernel.backends import numpy_blocked, numpy_plan
+from minikernel.backends import numpy_blocked, numpy_plan, numpy_tiles
 from minikernel.backends.numpy_blocked import Softmax, build
 from minikernel.backends.numpy_plan import plan
 from minikernel.problem import Problem
@@ -264,7 +264,7 @@ def test_rounding_to_bfloat16_is_that_of_ml_dtypes():
     values = np.concatenate((bits, ties)).view(np.float32)
     with np.errstate(invalid="ignore"):
         expected = values.astype(ml_dtypes.bfloat16)
-    out = numpy_blocked._round_to_bfloat16(values.copy(), np.empty_like(values)).astype(np.uint16)
+    out = numpy_tiles.round_to_bfloat16(values.copy(), np.empty_like(values)).astype(np.uint16)
     nan = np.isnan(values)
     np.testing.assert_array_equal(out[~nan], expected.view(np.uint16)[~nan])
     assert np.isnan(out[nan].view(ml_dtypes.bfloat16).astype(np.float32)).all()
@@ -278,7 +278,7 @@ def test_subnormal_halves_are_rounded_once_to_nearest_even():
         work = sign * values
         with np.errstate(under="ignore"):
             expected = work.astype(np.float16)
-        numpy_blocked._round_to_subnormal_half(work, np.empty_like(work))
+        numpy_tiles.round_to_subnormal_half(work, np.empty_like(work))
         np.testing.assert_array_equal(work.astype(np.float16), expected)
 
 
@@ -359,7 +359,7 @@ def test_works_without_helpers(monkeypatch):
 
     x = normal((3, 300000, 1))
     expected = run(x)
-    monkeypatch.setattr(numpy_blocked, "_pool", ShutDown)
+    monkeypatch.setattr(numpy_tiles, "_pool", ShutDown)
     np.testing.assert_array_equal(run(x), expected)
 
 
@@ -381,12 +381,12 @@ def test_many_callers_at_once():
 def test_fork_after_threads_ran():
     x = normal((1, 3_000_000, 1))
     expected = run(x)
-    assert numpy_blocked._pool.cache_info().currsize == 1
+    assert numpy_tiles._pool.cache_info().currsize == 1
     child = os.fork()
     if child == 0:
         same = False
         try:
-            same = numpy_blocked._pool.cache_info().currsize == 0 and (run(x) == expected).all()
+            same = numpy_tiles._pool.cache_info().currsize == 0 and (run(x) == expected).all()
         finally:
             os._exit(0 if same else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -13,8 +13,9 @@ from typing import TypeAlias
 from .. import cuda, driver
 from ..driver import Device, Launch
 from ..integers import ceil_div, power_of_two
-from ..problem import DTYPES, ITEMSIZE, Kernel, Problem
+from ..problem import ALL_OPS, BACKWARD, DTYPES, ITEMSIZE, Kernel, Problem
 from ..registry import Backend
+from . import fused_backward
 from .fused_columns import ColumnsPlan, plan_columns
 
 _ACCESS_BYTES = 16
@@ -395,6 +396,8 @@ def _plan_strided(problem: Problem, device: Device) -> StridedPlan:
 
 def prepare(problem: Problem) -> Kernel:
     device = driver.device(problem.index)
+    if problem.op in BACKWARD.values():
+        return fused_backward.prepare(problem, device)
     while True:
         chosen = plan(problem, device)
         try:
@@ -422,6 +425,7 @@ BACKEND = Backend(
     rank=10,
     devices=("cuda",),
     dtypes=DTYPES,
+    ops=ALL_OPS,
     prepare=prepare,
     requires=cuda.REQUIRES,
     obstacles=cuda.obstacles,

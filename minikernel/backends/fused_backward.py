@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from .. import cuda
+from .. import cuda, driver
 from ..driver import Device, Launch
 from ..integers import ceil_div, power_of_two
-from ..problem import ITEMSIZE, Problem
+from ..problem import ITEMSIZE, Kernel, Problem
 
 _ACCESS_BYTES = 16
 _WARP = 32
@@ -181,6 +181,16 @@ def _block_size(threads: int) -> int:
     return next(size for size in _BLOCK_SIZES if size >= threads)
 
 
-def fits_grid(planned: Plan) -> bool:
-    """Whether the grid has no more blocks than a launch may have."""
-    return planned.grid <= cuda.MAX_GRID
+def prepare(problem: Problem, device: Device) -> Kernel:
+    while True:
+        planned = plan(problem, device)
+        try:
+            return prepare_planned(problem, planned)
+        except driver.DoesNotFit:  # a slice of a GPU, say: do with smaller clusters
+            device = replace(device, max_cluster=planned.launch().cluster // 2)
+
+
+def prepare_planned(problem: Problem, planned: Plan) -> Kernel:
+    """The kernel for a launch that was chosen elsewhere; tests force theirs this way."""
+    macros = cuda.defines(problem, **planned.macros())
+    return cuda.kernel(planned.file, problem, macros, planned.launch(), *planned.constants())

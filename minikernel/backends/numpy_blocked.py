@@ -8,23 +8,18 @@ in the online softmax, and a second visit scales. NumPy's loops release the GIL,
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import product
 from math import prod
-from typing import Any, TypeVar
 
 import numpy as np
 
-from minikernel.problem import DTYPES, Kernel, Problem
+from minikernel.problem import ALL_OPS, BACKWARD, DTYPES, Kernel, Problem
 from minikernel.registry import Backend
 
+from .numpy_backward import Backward
 from .numpy_plan import BLOCK_BYTES, LANES, MAX_THREADS, MERGED, SHORT, Plan, plan
-
-Array = np.ndarray[Any, np.dtype[Any]]
-Item = TypeVar("Item")
+from .numpy_tiles import Array, Item, round_to_bfloat16, round_to_subnormal_half, share
 
 BLOCKED_SIZE = 1 << 14  # elements from which it pays to transpose in blocks
 GAP = 16  # elements between runs in scratch memory
@@ -95,31 +90,7 @@ class Softmax:
 
     def share(self, task: Callable[[Item, Array], None], items: Iterable[Item]) -> None:
         """Do ``task(item, scratch)`` for all items, on this thread and on what helpers there are."""
-        pending = deque(items)
-
-        def drain() -> None:
-            scratch = self.new_scratch()
-            with np.errstate(all="ignore"):  # a helper has its own error state
-                while True:
-                    try:
-                        item = pending.popleft()
-                    except IndexError:
-                        return
-                    task(item, scratch)
-
-        helpers = []
-        if self.plan.threads > 1:
-            try:
-                pool = _pool()
-                helpers = [pool.submit(drain) for _ in range(min(self.plan.threads, len(pending)) - 1)]
-            except RuntimeError:  # the interpreter is shutting down and starts no more threads
-                pass
-        try:
-            drain()
-        finally:
-            for helper in helpers:
-                if not helper.cancel():
-                    helper.result()
+        share(task, items, self.plan.threads, self.new_scratch)
 
     def whole_rows(self, x: Array, out: Array, scratch: Array) -> None:
         work, spare = self.tiles(out, scratch)
@@ -221,9 +192,9 @@ class Softmax:
     def store(self, work: Array, spare: Array, out: Array) -> None:
         """Copy to the output, rounded to its dtype: to nearest, ties to even."""
         if self.out_dtype == "bfloat16":
-            work = _round_to_bfloat16(work, spare)
+            work = round_to_bfloat16(work, spare)
         elif self.out_dtype == "float16":
-            _round_to_subnormal_half(work, spare)
+            round_to_subnormal_half(work, spare)
         if self.straight and work is not out:
             np.positive(work, out=out)
         elif work is not out:
@@ -254,27 +225,6 @@ def _evenly(extent: int, most: int) -> int:
     return -(-extent // -(-extent // most))
 
 
-def _round_to_bfloat16(work: Array, spare: Array) -> Array:
-    """The bits of bfloat16, in ``work``."""
-    nan = np.isnan(work)
-    bits, odd = work.view(np.uint32), spare.view(np.uint32)
-    np.right_shift(bits, 16, out=odd)
-    np.bitwise_and(odd, 1, out=odd)
-    np.add(bits, odd, out=bits)
-    np.add(bits, 0x7FFF, out=bits)
-    np.right_shift(bits, 16, out=bits)
-    np.copyto(bits, 0x7FC0, where=nan)  # the carry of a NaN may have run into its sign
-    return bits
-
-
-def _round_to_subnormal_half(work: Array, spare: Array) -> None:
-    # NumPy raises a status flag for each subnormal half that it rounds, at 20 times the cost of the cast.
-    # Spaced 2**-24 apart, they are the spacing of float32 just below 1.
-    np.add(work, np.float32(0.75), out=spare)
-    np.subtract(spare, np.float32(0.75), out=spare)
-    np.copyto(work, spare, where=(work < np.float32(2**-14)) & (work > np.float32(-(2**-14))))
-
-
 def _cuts(extent: int, step: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, extent, step)]
 
@@ -287,15 +237,6 @@ def _in_turn(scratch: Array) -> Callable[[Callable[[Item, Array], None], Iterabl
     return for_all
 
 
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="minikernel")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
-
-
 def _cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -304,7 +245,9 @@ def _cpus() -> int:
 
 def prepare(problem: Problem) -> Kernel:
     """The kernel for ``problem``, whose ``run`` returns when the work is done."""
+    if problem.op in BACKWARD.values():
+        return Kernel(Backward(problem, min(_cpus(), MAX_THREADS)))
     return Kernel(build(problem, _cpus()))
 
 
-BACKEND = Backend(name="numpy", rank=50, devices=("cpu",), dtypes=DTYPES, prepare=prepare)
+BACKEND = Backend(name="numpy", rank=50, devices=("cpu",), dtypes=DTYPES, ops=ALL_OPS, prepare=prepare)

@@ -14,6 +14,7 @@ import threading
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 from .. import driver, images
 from ..images import Image
 from ..integers import ceil_div, power_of_two
-from ..problem import DTYPES, ITEMSIZE, Kernel, Problem
+from ..problem import ALL_OPS, BACKWARD, DTYPES, ITEMSIZE, Kernel, Problem
 from ..registry import Backend, BackendUnavailable, Requirement
 
 #: Read once: Triton, too, decides when its kernels are defined.
@@ -36,6 +37,8 @@ _MIN_TRITON = (3, 5)  # the first whose grid dependency control compiles here
 _SHORT_PACKS = 160
 # Bytes of a row that a program may hold alone, or as one of a cluster; and the fewest that are worth a program.
 _ALONE_BYTES, _PART_BYTES, _FEWEST_BYTES = 64 << 10, 32 << 10, 3800
+# Elements of a tile of y, and of dy, in a program that takes the gradient.
+_BACKWARD_TILE = 8192
 _CPU = driver.Device(capability=0, sm_count=1, shared_per_block=0, shared_per_sm=0, l2_bytes=0)
 
 
@@ -136,6 +139,8 @@ def _peels(problem: Problem) -> bool:
 
 def plan(problem: Problem, device: driver.Device) -> TritonPlan:
     """Choose the launch for a problem; a pure function."""
+    if problem.op in BACKWARD.values():
+        return _plan_backward(problem, device)
     contiguous = problem.inner == 1 and (problem.strides[1] == 1 or problem.cols == 1)
     if contiguous and (chosen := _plan_rows(problem, device)):
         return chosen
@@ -170,7 +175,7 @@ def _plan_rows(problem: Problem, device: driver.Device) -> TritonPlan | None:
         peel=peel,
         tiles=tiles,
         pieces=pieces,
-        packed=pieces > 1 and ITEMSIZE[problem.dtype] == 2 and tiles * vector > 32,
+        packed=device.capability > 0 and pieces > 1 and ITEMSIZE[problem.dtype] == 2 and tiles * vector > 32,
         parts=parts,
         overlap=device.capability >= 90,
     )
@@ -288,6 +293,52 @@ def _plan_any(problem: Problem, device: driver.Device) -> TritonPlan:
     )
 
 
+def _plan_backward(problem: Problem, device: driver.Device) -> TritonPlan:
+    """The launch for a gradient, whose arrays all lie like the output."""
+    itemsize = ITEMSIZE[problem.dtype]
+    widest = 16 // itemsize
+    vector = gcd(widest, problem.cols if problem.inner == 1 else problem.inner)
+    overlap = device.capability >= 90
+    if problem.inner > 1:
+        rows = min(power_of_two(problem.inner), 128 // itemsize)
+        cols = power_of_two(problem.cols)
+        long = rows * cols > _BACKWARD_TILE
+        cols = min(cols, _BACKWARD_TILE // (2 * rows)) if long else cols
+        within = problem.inner > 8
+        blocks = problem.outer * ceil_div(problem.inner, rows) if within else ceil_div(problem.rows, rows)
+        warps = max(1, min(16, rows * cols // 256))
+        return TritonPlan(rows, cols, warps, blocks, within, vector, peel=False, long=long, overlap=overlap)
+
+    packs = ceil_div(problem.cols, vector)
+    narrow = min(4, widest // vector)
+    # Two values are held where the forward pass holds one.
+    parts = _parts(problem, device, ceil_div(packs, narrow) * 32)
+    share = packs if parts == 1 else ceil_div(packs, 8 * parts) * 8
+    if share <= _SHORT_PACKS // 2:
+        lanes, tiles, warps = _share_warps(problem, device, share, vector)
+        rows, pieces = min(32 * warps // lanes, power_of_two(problem.rows)), 1
+    elif layout := _share_row(problem, device, 2 * ceil_div(share, narrow), parts):
+        lanes, rows, pieces = 32, 1, layout[0]
+        warps, tiles = layout[0], ceil_div(share, 32 * layout[0])
+    else:
+        return TritonPlan(
+            1, _BACKWARD_TILE // 2, 16, problem.rows, False, vector, peel=False, long=True, overlap=overlap
+        )
+    return TritonPlan(
+        rows=rows,
+        cols=lanes * vector,
+        warps=warps,
+        blocks=ceil_div(problem.rows, rows),
+        within=False,
+        vector=vector,
+        peel=False,
+        tiles=tiles,
+        pieces=pieces,
+        parts=parts,
+        overlap=overlap,
+    )
+
+
 @dataclass(frozen=True)
 class _Source:
     """A kernel with everything that is compiled into it: what tells one binary from another."""
@@ -319,6 +370,8 @@ class _Source:
 
 def sources(problem: Problem, plan: TritonPlan) -> list[_Source]:
     """The one or two kernels that a plan launches, in their order."""
+    if problem.op in BACKWARD.values():
+        return [_backward_source(problem, plan)]
     arguments = _arguments(problem)
     strides = ("inner", "x_outer", "x_col", "x_inner")  # of out and x
     constants: dict[str, Any] = {name: 1 for name in strides if arguments[name] == 1}
@@ -361,6 +414,39 @@ def sources(problem: Problem, plan: TritonPlan) -> list[_Source]:
         compiled_in = tuple((constants | more).items())
         found.append(_Source(name, tuple(types.items()), compiled_in, tuple(divisibility.items()), plan.warps))
     return found
+
+
+def _backward_source(problem: Problem, plan: TritonPlan) -> _Source:
+    element = "*" + _TYPES[problem.dtype]
+    types = {"y": element, "out": "*" + _TYPES[problem.out_dtype], "dy": element, "outer": "i64", "cols": "i64"}
+    constants: dict[str, Any] = {
+        "LOG": problem.op.startswith("log_"),
+        "WITHIN": plan.within,
+        "ROWS": plan.rows,
+        "COLS": plan.cols,
+        "VECTOR": plan.vector,
+        "OVERLAP": plan.overlap,
+    }
+    divisibility: dict[str, int] = {}
+    if plan.vector > 1:
+        divisibility = {name: 16 for name in ("y", "dy", "out")}
+        divisibility["cols" if problem.inner == 1 else "inner"] = plan.vector
+    if problem.inner == 1:
+        constants["inner"] = 1
+    else:
+        types["inner"] = "i64"
+    name = "softmax_backward_long"
+    if not plan.long:
+        name = "softmax_backward_tile"
+        extent = problem.inner if plan.within else problem.rows
+        whole = problem.cols == plan.parts * plan.tiles * plan.cols and extent % plan.rows == 0
+        constants |= {
+            "TILES": plan.tiles,
+            "PIECES": plan.pieces,
+            "EVEN": plan.pieces == 1 and whole,
+            "PARTS": plan.parts,
+        }
+    return _Source(name, tuple(types.items()), tuple(constants.items()), tuple(divisibility.items()), plan.warps)
 
 
 _functions: dict[tuple[_Source, int], tuple[int, int]] = {}
@@ -433,6 +519,7 @@ def build(problem: Problem, plan: TritonPlan) -> Kernel:
             cluster=plan.cluster,
             overlap=plan.overlap,
             scratch=_scratch(problem, plan),
+            inputs=2 if problem.op in BACKWARD.values() else 1,
         )
         given = dict(source.types)
         constants = [ctypes.c_int64(v) for name, v in _arguments(problem).items() if name in given]
@@ -448,7 +535,7 @@ def build(problem: Problem, plan: TritonPlan) -> Kernel:
     return Kernel(run, _scratch(problem, plan))
 
 
-def _interpret(problem: Problem, plan: TritonPlan, x: Any, out: Any, stream: int, scratch: int) -> None:
+def _interpret(problem: Problem, plan: TritonPlan, x: Any, out: Any, stream: int, scratch: Any) -> None:
     """Run a plan on NumPy arrays in Triton's interpreter."""
     import torch
 
@@ -460,7 +547,12 @@ def _interpret(problem: Problem, plan: TritonPlan, x: Any, out: Any, stream: int
         return torch.frombuffer(memory, dtype=getattr(torch, dtype))
 
     arguments: dict[str, Any] = dict(_arguments(problem))
-    arguments |= {"x": pointer(x, problem.dtype), "out": pointer(out, problem.out_dtype)}
+    if problem.op in BACKWARD.values():
+        arguments = {name: value for name, value in arguments.items() if not name.startswith("x_")}
+        arguments |= {"y": pointer(x, problem.dtype), "dy": pointer(scratch, problem.dtype)}
+    else:
+        arguments["x"] = pointer(x, problem.dtype)
+    arguments["out"] = pointer(out, problem.out_dtype)
     if scratch_size := _scratch(problem, plan):
         acc = torch.float64 if problem.dtype == "float64" else torch.float32
         arguments["partials"] = torch.empty(scratch_size, dtype=torch.uint8).view(acc)
@@ -509,6 +601,7 @@ BACKEND = Backend(
     rank=20,
     devices=("cpu",) if INTERPRETED else ("cuda",),
     dtypes=DTYPES,
+    ops=ALL_OPS,
     prepare=_prepare,
     requires=(_TORCH, _TRITON) if INTERPRETED else (_TRITON,),
     limits={"compute capability": "8.0 or newer"},

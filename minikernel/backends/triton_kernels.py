@@ -10,6 +10,9 @@ The input is seen as ``outer x cols x inner`` with a stride each, and a program 
   a pass to write. The passes can also be two launches with PARTS programs a row, for inputs with too
   few rows to fill a GPU that has no clusters.
 
+``softmax_backward_tile`` and ``softmax_backward_long`` do the same for the gradient. Its inputs, y and dy, lie like
+its output, and what is agreed on is a sum alone.
+
 What the compiler may know of alignment comes with the arguments: VECTOR neighbors take one access. Rows that
 start anywhere are peeled (PEEL): their columns are counted from the 16-byte boundary at or before their start,
 so that accesses are of whole vectors, and the few elements that share a vector with a neighboring row, the
@@ -423,3 +426,101 @@ def softmax_long(
             edge_mask = exists & edge_mask
             result = normalize(unpack(load(x_row + edge, edge_mask, "evict_first")), maximum, total, LOG, PRECISE)
             tl.store(out_row + edge, result, mask=edge_mask, cache_modifier=".cs")
+
+
+@triton.jit
+def gradient(y, dy, total, LOG: tl.constexpr, PRECISE: tl.constexpr):
+    """dx, from the row's sum of dy * y, or for log-softmax of dy."""
+    if LOG:
+        return dy - exp(y, PRECISE) * total
+    else:
+        return y * (dy - total)
+
+
+@triton.jit
+def softmax_backward_tile(
+    y, out, dy, outer, cols, inner,
+    LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
+    PIECES: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The gradient for rows of at most PARTS * PIECES * TILES * COLS columns; all arrays are contiguous."""
+    LINES: tl.constexpr = ROWS * PIECES
+    PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
+    ACC: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
+    if PARTS > 1:
+        enter_cluster()
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    program = tl.program_id(0).to(tl.int64)
+    block = program // PARTS
+    part = program % PARTS
+    _, start, exists = find_rows(block, outer, cols, inner, 0, 0, ROWS, WITHIN)
+    share = tl.cdiv(tl.cdiv(cols, PARTS), 8 * VECTOR) * (8 * VECTOR) if PARTS > 1 else cols
+    first = part * share if PARTS > 1 else 0
+    count = clamp(cols - first, share)
+    start += first * inner
+
+    col = columns(COLS, LINES)
+    if PIECES > 1:
+        col += tl.arange(0, PIECES)[:, None] * (TILES * COLS)
+    ys = ()
+    dys = ()
+    for tile in tl.static_range(TILES):
+        at = start + (tile * COLS + col) * inner
+        mask = None if EVEN else exists & (col < count - tile * COLS)
+        if mask is None:
+            ys = ys + (tl.load(y + at, eviction_policy="evict_first"),)
+            dys = dys + (tl.load(dy + at, eviction_policy="evict_first"),)
+        else:
+            ys = ys + (tl.load(y + at, mask=mask, other=0.0, eviction_policy="evict_first"),)
+            dys = dys + (tl.load(dy + at, mask=mask, other=0.0, eviction_policy="evict_first"),)
+
+    totals = tl.zeros((COLS,) if LINES == 1 else (LINES, COLS), ACC)
+    for tile in tl.static_range(TILES):
+        term = unpack(dys[tile])
+        totals += term if LOG else term * unpack(ys[tile])
+    total = sum_of_lines(totals, LINES)
+    if PARTS > 1:
+        _, total = merge_over_cluster(tl.zeros((PIECES, 1), ACC), total, part, PARTS, PIECES, PRECISE)
+    elif PIECES > 1:
+        total = tl.sum(total)
+    for tile in tl.static_range(TILES):
+        at = start + (tile * COLS + col) * inner
+        mask = None if EVEN else exists & (col < count - tile * COLS)
+        dx = gradient(unpack(ys[tile]), unpack(dys[tile]), total, LOG, PRECISE)
+        tl.store(out + at, dx, mask=mask, cache_modifier=".cs")
+
+
+@triton.jit
+def softmax_backward_long(
+    y, out, dy, outer, cols, inner,
+    LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The gradient for rows of any length, in two passes; all arrays are contiguous."""
+    PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
+    ACC: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0).to(tl.int64)
+    _, start, exists = find_rows(block, outer, cols, inner, 0, 0, ROWS, WITHIN)
+    col = columns(COLS, ROWS)
+    totals = tl.zeros((COLS,) if ROWS == 1 else (ROWS, COLS), ACC)
+    for first in range(0, cols, COLS):
+        at = start + (first + col) * inner
+        mask = exists & (col < clamp(cols - first, COLS))
+        term = unpack(tl.load(dy + at, mask=mask, other=0.0, eviction_policy="evict_last"))
+        if not LOG:
+            term *= unpack(tl.load(y + at, mask=mask, other=0.0, eviction_policy="evict_last"))
+        totals += term
+    total = sum_of_lines(totals, ROWS)
+    for step in range(0, cols, COLS):
+        first = (cols - 1) // COLS * COLS - step  # backwards: the row's end is still in the L2 cache
+        at = start + (first + col) * inner
+        mask = exists & (col < clamp(cols - first, COLS))
+        y_tile = unpack(tl.load(y + at, mask=mask, other=0.0, eviction_policy="evict_first"))
+        dy_tile = unpack(tl.load(dy + at, mask=mask, other=0.0, eviction_policy="evict_first"))
+        tl.store(out + at, gradient(y_tile, dy_tile, total, LOG, PRECISE), mask=mask, cache_modifier=".cs")

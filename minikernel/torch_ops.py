@@ -1,0 +1,215 @@
+"""What PyTorch needs to know of softmax beyond its values: gradients, ``torch.func`` and ``torch.compile``.
+
+Imported with the first tensor that needs any of it, so that eager inference pays for none. There are three ways in:
+
+* an ordinary tensor that requires grad: :class:`Recorded`, a plain ``autograd.Function`` over kernels that are
+  prepared once for each shape;
+* inside ``torch.func`` transforms, and for forward-mode duals: :class:`Transformed`, whose derivatives are written
+  in PyTorch's own differentiable operations, so that transforms nest. It costs tens of microseconds;
+* under ``torch.compile``: the operators ``torch.ops.minikernel.*``, which the compiler records as they are.
+
+The gradient of y = softmax(x) is dx = y * (dy - sum(dy * y)), that of log-softmax dx = dy - exp(y) * sum(dy). Both
+need the output alone, which is what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import api, arrays
+from .layout import normalize_dim
+from .problem import BACKWARD, OPS
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def gradient(op: str, dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """dx in PyTorch's operations, which can be differentiated again; half types are computed in float32."""
+    if y.dtype in _HALF_DTYPES:
+        y, dy = y.float(), dy.float()
+    if y.dim() == 0:
+        return gradient(op, dy.reshape(1), y.reshape(1), -1, dtype).reshape(())
+    if op == "softmax":
+        return (y * (dy - (dy * y).sum(dim, keepdim=True))).to(dtype)
+    return (dy - y.exp() * dy.sum(dim, keepdim=True)).to(dtype)
+
+
+def tangent(op: str, dx: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
+    """The directional derivative of the output: softmax's Jacobian is symmetric, log-softmax's is its transpose."""
+    given = y.dtype
+    if given in _HALF_DTYPES:
+        y, dx = y.float(), dx.float()
+    if y.dim() == 0:
+        return (dx * 0).to(given)
+    if op == "softmax":
+        return (y * (dx - (y * dx).sum(dim, keepdim=True))).to(given)
+    return (dx - (y.exp() * dx).sum(dim, keepdim=True)).to(given)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A recorded call, bound to the shape, strides and dtypes of its tensors.
+
+    Attributes:
+        op, dim: As the caller gave them.
+        dtype: Of the input, and so of its gradient.
+        forward: Runs the kernel, on a tensor that requires no grad.
+        backward: ``backward(dy, y)`` runs the backend's own gradient kernel; None where there is none to run: the
+            input was copied to another device, or is empty.
+    """
+
+    op: str
+    dim: int
+    dtype: torch.dtype
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+
+
+class Recorded(torch.autograd.Function):
+    """Ordinary training."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bound: Bound) -> torch.Tensor:
+        y = bound.forward(x)
+        ctx.save_for_backward(y)
+        ctx.bound = bound
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (y,) = ctx.saved_tensors
+        bound = ctx.bound
+        # With create_graph=True grad mode is on: then the gradient is to be differentiated itself.
+        if bound.backward is None or torch.is_grad_enabled() or not _is_plain(dy) or not _is_plain(y):
+            return gradient(bound.op, dy, y, bound.dim, bound.dtype), None
+        return bound.backward(dy, y), None
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Whether its memory can be read: not so in a batched backward (is_grads_batched=True), for example."""
+    if type(x) is not torch.Tensor or x.is_neg() or x.layout != torch.strided:
+        return False
+    try:
+        return x.numel() == 0 or x.data_ptr() != 0
+    except RuntimeError:  # it is wrapped
+        return False
+
+
+class Transformed(torch.autograd.Function):
+    """The same inside ``torch.func`` transforms: forward sees plain tensors, all else nests."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, op: str, dim: int, backend: str, dtype: torch.dtype | None) -> torch.Tensor:
+        if torch.autograd.forward_ad._current_level >= 0:
+            x = torch.autograd.forward_ad.unpack_dual(x).primal
+        return api.plain(op, x.detach(), dim, backend, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, ctx.op, ctx.dim, _, _ = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (y,) = ctx.saved_tensors
+        return gradient(ctx.op, dy, y, ctx.dim, ctx.dtype), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: torch.Tensor, *_: None) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return tangent(ctx.op, dx.to(y.dtype), y, ctx.dim)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, op: str, dim: int, backend: str, dtype: Any
+    ) -> tuple[torch.Tensor, int]:
+        x = x.movedim(in_dims[0], 0)
+        if x.dim() == 1:  # each is a single number
+            return _transform(x.unsqueeze(1), op, 1, backend, dtype).squeeze(1), 0
+        return _transform(x, op, dim + 1 if dim >= 0 else dim, backend, dtype), 0
+
+
+def _transform(x: torch.Tensor, op: str, dim: int, backend: str, dtype: torch.dtype | None) -> torch.Tensor:
+    result: torch.Tensor = Transformed.apply(x, op, dim, backend, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+def transformed(op: str, x: torch.Tensor, dim: Any, backend: str, dtype: Any) -> torch.Tensor:
+    """A call inside a transform, or of a dual tensor."""
+    dim = normalize_dim(dim, x.dim())
+    return _transform(x, op, dim, backend, _torch_dtype(x, dtype))
+
+
+def _torch_dtype(x: torch.Tensor, dtype: Any) -> torch.dtype | None:
+    """``dtype``, or what autocast makes of None."""
+    if dtype is None:
+        casts = x.is_cuda and x.dtype in _HALF_DTYPES and torch.is_autocast_enabled()
+        return torch.float32 if casts else None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found: torch.dtype = getattr(torch, arrays.dtype_name(dtype))
+    return found
+
+
+# torch.compile: operators that it records as they are.
+
+_library = torch.library.Library("minikernel", "DEF")
+
+
+def _define(op: str) -> None:
+    backward = BACKWARD[op]
+    _library.define(f"{op}(Tensor x, int dim, ScalarType? dtype=None, str backend='auto') -> Tensor")
+    _library.define(f"{backward}(Tensor dy, Tensor y, int dim, ScalarType dtype, str backend='auto') -> Tensor")
+
+    def forward(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, backend: str = "auto") -> torch.Tensor:
+        result: torch.Tensor = api.plain(op, x.detach(), dim, backend, dtype)
+        return result
+
+    def forward_fake(
+        x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, backend: str = "auto"
+    ) -> torch.Tensor:
+        return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+
+    def gradient_of(
+        dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            run = api.backward_of(op, y, dim, backend, dtype)
+            return gradient(op, dy, y, dim, dtype) if run is None else run(dy, y)
+
+    def gradient_fake(
+        dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
+    ) -> torch.Tensor:
+        return torch.empty(y.shape, dtype=dtype, device=y.device)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, ctx.dim, _, ctx.backend = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(output)
+
+    def backward_of_op(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (y,) = ctx.saved_tensors
+        dx = getattr(torch.ops.minikernel, backward)(dy, y, ctx.dim, ctx.dtype, ctx.backend)
+        return dx, None, None, None
+
+    _library.impl(op, forward, "CompositeExplicitAutograd")
+    _library.impl(backward, gradient_of, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"minikernel::{op}", forward_fake, lib=_library)
+    torch.library.register_fake(f"minikernel::{backward}", gradient_fake, lib=_library)
+    torch.library.register_autograd(f"minikernel::{op}", backward_of_op, setup_context=setup_context, lib=_library)
+
+
+for _op in OPS:
+    _define(_op)
+
+
+def traced(op: str, x: torch.Tensor, dim: int, backend: str, dtype: Any, out: Any) -> torch.Tensor:
+    """A call under ``torch.compile``: the operator that it can record."""
+    result: torch.Tensor = getattr(torch.ops.minikernel, op)(x, dim, _torch_dtype(x, dtype), backend)
+    return result if out is None else out.copy_(result)

@@ -1,0 +1,112 @@
+"""torch.compile: one operator, no graph break, any shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import randn
+from isolated import run
+from torch.library import opcheck
+
+import minikernel
+from minikernel import log_softmax, softmax
+
+OPS = {"softmax": (softmax, F.softmax), "log_softmax": (log_softmax, F.log_softmax)}
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def compiled(function, **options):
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS)
+def test_forward_and_backward_without_a_graph_break(op, device):
+    ours, theirs = OPS[op]
+    x = randn(4, 60).to(device).requires_grad_()
+    y = compiled(lambda x: ours(x * 2, -1) + 1)(x)
+    expected = theirs(x * 2, -1) + 1
+    torch.testing.assert_close(y, expected)
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    (expected_dx,) = torch.autograd.grad(expected.square().sum(), x)
+    torch.testing.assert_close(dx, expected_dx)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dynamic_shapes_compile_once(device):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    call = torch.compile(lambda x: softmax(x, 1), fullgraph=True, dynamic=True, backend=count)
+    for rows, cols in ((3, 4), (5, 6), (7, 9)):
+        x = randn(rows, cols).to(device)
+        torch.testing.assert_close(call(x), F.softmax(x, 1))
+    assert len(graphs) == 1
+
+
+def test_arguments_reach_the_operator():
+    x = randn(4, 6, dtype="float16")
+    y = compiled(lambda x: softmax(x, 0, dtype=torch.float32, backend="numpy"))(x)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, F.softmax(x, 0, dtype=torch.float32))
+    y = compiled(lambda x: log_softmax(x, dtype="float64"))(x)
+    torch.testing.assert_close(y, F.log_softmax(x, -1, dtype=torch.float64))
+    out = torch.empty(4, 6)
+    assert compiled(lambda x, out: softmax(x, out=out))(x.float(), out) is not None
+    torch.testing.assert_close(out, F.softmax(x.float(), -1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS)
+def test_the_operators_are_well_formed(op, device):
+    operators = torch.ops.minikernel
+    softmax(randn(2, 2).requires_grad_())  # defines them
+    x, y = randn(3, 4).to(device).requires_grad_(), randn(3, 4, seed=1).to(device)
+    half = randn(3, 4, dtype="float16").to(device).requires_grad_()
+    for arguments in ((x, -1), (x, 0, torch.float64), (half, 1, torch.float32), (half, 1)):
+        opcheck(getattr(operators, op).default, arguments)
+    opcheck(getattr(operators, f"{op}_backward").default, (y, y, -1, torch.float32))
+    opcheck(getattr(operators, f"{op}_backward").default, (y, y, -1, torch.float16))
+
+
+def test_the_very_first_call_may_be_compiled():
+    """Even where minikernel was imported before PyTorch, and nothing has run yet."""
+    output = run(
+        """
+import minikernel
+import torch
+call = torch.compile(lambda x: minikernel.softmax(x), fullgraph=True, backend="eager")
+x = torch.randn(3, 4)
+print(torch.allclose(call(x), torch.softmax(x, -1)))
+"""
+    )
+    assert output.split() == ["True"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_modules_and_the_choice_of_backend(device):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), minikernel.nn.LogSoftmax()).to(device)
+    x = randn(3, 6).to(device)
+    torch.testing.assert_close(compiled(model)(x), F.log_softmax(model[0](x), -1))
+
+
+@pytest.mark.gpu
+def test_inductor():
+    x = randn(8, 600).cuda().requires_grad_()
+    call = torch.compile(lambda x: softmax(x.sin()).cos(), fullgraph=True)
+    try:
+        y = call(x)
+    except Exception as error:
+        if "compiler" in str(error).lower():  # Inductor itself wants a C++ compiler
+            pytest.skip(str(error)[:200])
+        raise
+    torch.testing.assert_close(y, F.softmax(x.sin(), -1).cos())
