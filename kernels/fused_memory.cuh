@@ -13,7 +13,7 @@
 
 constexpr int kWide = WIDE;
 // Elements of a line of 128 bytes.
-constexpr int kLine = kWide == 1 ? 1 : 128 / int(CONGRUENT ? sizeof(In) : sizeof(Out));
+[[maybe_unused]] constexpr int kLine = kWide == 1 ? 1 : 128 / int(CONGRUENT ? sizeof(In) : sizeof(Out));
 template <class T> constexpr int kPackBytes = int(sizeof(T)) * kWide;
 
 // WIDE elements as they lie in memory, or one of 2 bytes in a word of its own.

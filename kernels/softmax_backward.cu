@@ -110,12 +110,13 @@ __device__ __forceinline__ void gradient_of_part(const In* y, const In* dy, Out*
         keep_packed(pairs[v].dy, zero);
         if (v * kLanes < left) pairs[v].store_gradient(dx + run + v * kLanes * kWide, sum);
     }
-    if constexpr (STREAMED)
+    if constexpr (STREAMED) {
         for (uint p = VECTORS * members + member; p < count; p += members) {
             Pair pair;
             pair.load_from(y + at + (long long)p * kWide, dy + at + (long long)p * kWide, true);
             pair.store_gradient(dx + at + (long long)p * kWide, sum);
         }
+    }
 #pragma unroll
     for (int s = 0; s < kSingles; ++s)
         if (singles[s] >= 0) from_acc(dx[singles[s]], gradient(single_y[s], single_dy[s], sum));

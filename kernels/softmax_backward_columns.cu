@@ -11,11 +11,29 @@
 constexpr int kThreads = 256;
 constexpr int kGroups = kThreads / LANES;
 // Columns whose loads are in flight at once.
-constexpr int kAtOnce = 4;
+constexpr int kAtOnce = sizeof(Acc) == 8 ? 2 : 4;
 
 __device__ __forceinline__ Acc term(Acc y, Acc dy) { return LOG ? dy : dy * y; }
 __device__ __forceinline__ Acc gradient(Acc y, Acc dy, Acc sum) {
     return LOG ? dy - exponential(y) * sum : y * (dy - sum);
+}
+
+// take(place, y's pack, dy's pack) for a thread's columns: one of every kGroups from `first` on.
+template <class Take>
+__device__ __forceinline__ void for_each_column(const In* y, const In* dy, const Layout& layout, long long first,
+                                                Take take) {
+    for (long long base = first; base < layout.cols; base += kGroups * kAtOnce) {
+        Pack<In> ys[kAtOnce], dys[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const long long at = (base + i * kGroups) * layout.inner;
+            load(ys[i], y + at, base + i * kGroups < layout.cols);
+            load(dys[i], dy + at, base + i * kGroups < layout.cols);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            if (base + i * kGroups < layout.cols) take((base + i * kGroups) * layout.inner, ys[i], dys[i]);
+    }
 }
 
 // tiles: tiles side by side along the rows.
@@ -25,29 +43,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const long long plane = blockIdx.x / tiles, row = ((long long)(blockIdx.x % tiles) * LANES + lane) * kWide;
     const bool in_range = row < layout.inner;
+    const long long first = in_range ? group : layout.cols;
     const long long start = plane * layout.cols * layout.inner + (in_range ? row : 0);
     y += start, dy += start, dx += start;
 
-    // take(v, y's pack, dy's pack) for this thread's columns.
-    auto for_each = [&](auto take) {
-        for (long long base = group; in_range && base < layout.cols; base += kGroups * kAtOnce) {
-            Pack<In> ys[kAtOnce], dys[kAtOnce];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const long long at = (base + i * kGroups) * layout.inner;
-                load(ys[i], y + at, base + i * kGroups < layout.cols);
-                load(dys[i], dy + at, base + i * kGroups < layout.cols);
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i)
-                if (base + i * kGroups < layout.cols) take((base + i * kGroups) * layout.inner, ys[i], dys[i]);
-        }
-    };
     wait_for_predecessor();
     Acc sums[kWide], lost[kWide];
 #pragma unroll
     for (int i = 0; i < kWide; ++i) sums[i] = lost[i] = 0;
-    for_each([&](long long, const Pack<In>& y_pack, const Pack<In>& dy_pack) {
+    for_each_column(y, dy, layout, first, [&](long long, const Pack<In>& y_pack, const Pack<In>& dy_pack) {
 #pragma unroll
         for (int i = 0; i < kWide; ++i) add(sums[i], lost[i], term(element(y_pack, i), element(dy_pack, i)));
     });
@@ -62,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kWide; ++i) sums[i] = partials[0][lane * kWide + i];
-    for_each([&](long long at, const Pack<In>& y_pack, const Pack<In>& dy_pack) {
+    for_each_column(y, dy, layout, first, [&](long long at, const Pack<In>& y_pack, const Pack<In>& dy_pack) {
         Pack<Out> result;
         fill(result, [&](int i) { return gradient(element(y_pack, i), element(dy_pack, i), sums[i]); });
         store(dx + at, result);

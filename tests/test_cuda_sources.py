@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 from cases import OPS
-from test_plan import DEVICES, PAIRS, fused_problems
+from test_plan import DEVICES, LENGTHS, PAIRS, fused_problems
 from test_plan_columns import problems as columns_problems
 
 from minikernel import cuda
-from minikernel.backends import cuda_fused
+from minikernel.backends import cuda_fused, fused_backward
 from minikernel.backends.fused_columns import plan_columns
-from minikernel.problem import Problem
+from minikernel.problem import BACKWARD, Problem
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 NOT_FUSED = ("softmax_naive.cu", "softmax_smem.cu", "softmax_parallel.cu")
@@ -169,6 +169,29 @@ def test_strided_kernels(capability, failures):
         for macros in found[:: 3 if (dtype, capability) == ("float32", 90) else len(found) // 4 + 1]:
             with failures.case(macros):
                 assert_lean("softmax_fused_strided.cu", macros, capability)
+
+
+@cache
+def backward_macros(
+    op: str, dtype: str, out_dtype: str, capability: int
+) -> list[tuple[str, tuple[tuple[str, str], ...]]]:
+    """Files and sets of macros that planning gradients comes to."""
+    found = set()
+    for outer, cols, inner in product((8, 4096), LENGTHS, (1, 3, 64)):
+        p = Problem(BACKWARD[op], "cuda", 0, dtype, out_dtype, outer, cols, inner, (cols * inner, inner, 1))
+        plan = fused_backward.plan(p, DEVICES[capability])
+        found.add((plan.file, macros_of(p, **plan.macros())))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90, 100, 120])
+def test_backward_kernels(capability, failures):
+    pairs = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "float16"), ("float64", "float64")]
+    for op, (dtype, out_dtype) in product(OPS, pairs if capability in (75, 90) else pairs[:2]):
+        for file, macros in backward_macros(op, dtype, out_dtype, capability)[:: 1 if capability == 90 else 4]:
+            with failures.case(f"{file} {macros}"):
+                if dtype != "float64" or op == "softmax":
+                    assert_lean(file, macros, capability)
 
 
 def _widest(sets: list[tuple[tuple[str, str], ...]]) -> list[tuple[tuple[str, str], ...]]:

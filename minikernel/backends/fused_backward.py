@@ -18,8 +18,8 @@ _VECTORS = (1, 2, 3, 4)
 # Blocks are compiled for at most so many threads, of which a multiprocessor runs so many.
 _BLOCK_SIZES = (128, 256, 512)
 _THREADS_PER_SM = 1024
-# At least a line of single elements is a thread's each.
-_FEWEST_THREADS = 64
+# Elements before a row's first whole line are a thread's each.
+_LINE_BYTES = 128
 _COLUMNS_THREADS = 256
 
 
@@ -143,7 +143,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     while 2 * parts <= largest and problem.rows * parts * 2 <= device.sm_count and _share(packs, 2 * parts) >= 256:
         parts *= 2  # few rows: all multiprocessors
     share = _share(packs, parts)
-    threads, vectors = _fewest_empty(share)
+    singles = _LINE_BYTES // ITEMSIZE[problem.dtype] + wide - 2
+    threads, vectors = _fewest_empty(share, ceil_div(singles, _WARP) * _WARP)
     factor = 2 if problem.dtype == "float64" else 1
     return BackwardPlan(
         problem.rows,
@@ -158,14 +159,14 @@ def plan(problem: Problem, device: Device) -> Plan:
     )
 
 
-def _fewest_empty(share: int) -> tuple[int, int]:
+def _fewest_empty(share: int, fewest_threads: int) -> tuple[int, int]:
     """Threads and packs of each for a part of a row: few places left empty, then few threads."""
     candidates = [
-        (max(_FEWEST_THREADS, min(_BLOCK_SIZES[-1], ceil_div(ceil_div(share, vectors), _WARP) * _WARP)), vectors)
+        (max(fewest_threads, min(_BLOCK_SIZES[-1], ceil_div(ceil_div(share, vectors), _WARP) * _WARP)), vectors)
         for vectors in _VECTORS[1:]
     ]
     fitting = [c for c in candidates if c[0] * c[1] >= share]
-    return min(fitting, key=lambda c: (c[0] * c[1], c[0])) if fitting else candidates[-1]
+    return min(fitting, key=lambda c: (c[0] * c[1], c[0])) if fitting else (_BLOCK_SIZES[-1], 3)
 
 
 def _share(packs: int, parts: int) -> int:

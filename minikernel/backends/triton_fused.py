@@ -158,7 +158,7 @@ def _plan_rows(problem: Problem, device: driver.Device) -> TritonPlan | None:
     parts = _parts(problem, device, ceil_div(packs, narrow) * 16)
     share = packs if parts == 1 else ceil_div(packs, 8 * parts) * 8
     if share <= _SHORT_PACKS:
-        lanes, tiles, warps = _share_warps(problem, device, share, vector)
+        lanes, tiles, warps = _share_warps(problem, device, share, vector, peel)
         rows, pieces = min(32 * warps // lanes, power_of_two(problem.rows)), 1
     elif layout := _share_row(problem, device, ceil_div(share, narrow), parts):
         lanes, rows, pieces = 32, 1, layout[0]
@@ -194,10 +194,14 @@ def _parts(problem: Problem, device: driver.Device, size: int) -> int:
     return parts
 
 
-def _share_warps(problem: Problem, device: driver.Device, packs: int, vector: int) -> tuple[int, int, int]:
+def _share_warps(
+    problem: Problem, device: driver.Device, packs: int, vector: int, peel: bool = False
+) -> tuple[int, int, int]:
     """Lanes and tiles of a row that a warp can hold, and warps a program."""
-    # Eight elements a lane; one access each where all rows run at once.
-    each = 1 if problem.rows * packs <= 512 * device.sm_count else max(1, 8 // vector)
+    # Eight elements a lane; one access each where all rows run at once. Peeled rows have their edges besides, an
+    # access for each row: many rows a warp, few lanes each.
+    many = problem.rows * packs > 512 * device.sm_count
+    each = (5 if peel else max(1, 8 // vector)) if many else 1
     lanes = min(32, power_of_two(ceil_div(packs, each)))
     tiles = next(tiles for tiles in (1, 2, 3, 4, 5, 8) if packs <= lanes * tiles)
     fitting = 5120 // (32 * tiles * vector * ITEMSIZE[problem.dtype])
@@ -429,7 +433,7 @@ def _backward_source(problem: Problem, plan: TritonPlan) -> _Source:
     }
     divisibility: dict[str, int] = {}
     if plan.vector > 1:
-        divisibility = {name: 16 for name in ("y", "dy", "out")}
+        divisibility = dict.fromkeys(("y", "dy", "out"), 16)
         divisibility["cols" if problem.inner == 1 else "inner"] = plan.vector
     if problem.inner == 1:
         constants["inner"] = 1
