@@ -1,4 +1,4 @@
-"""What ``--targets`` adds to a run: figures, numpy's records beside SciPy's, and a second look at outliers."""
+"""What ``--targets`` adds to a run: figures, gradients, numpy beside SciPy, and a second look at outliers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+
+import minikernel
+from minikernel.problem import BACKWARD
 
 from . import figures, peers, targets
 from .measure import Bench, one_line
 from .records import Record, Results, load
 from .rows import rows_of
-from .shapes import HOST_CORES, HOST_DTYPES, Task
+from .shapes import DEFAULT_DTYPES, HOST_CORES, HOST_DTYPES, Task, grid_tasks
 
 RUN = Path(__file__).resolve().parent / "run.py"
 #: What ``--targets`` runs in a process of its own, whose threads all keep to as few cores.
@@ -77,11 +80,25 @@ def take_figures(bench: Bench, results: Results, deadline: float, absent: dict[s
                 results.add_figure(figure)
         except Exception as error:
             absent[name] = one_line(error)
+    for record in gradient_records(bench, deadline):
+        results.add(record)
     try:
         for record in host_records(deadline, results.header["seed"]):
             results.add(record)
     except Exception as error:
         absent[f"numpy beside {peers.SCIPY}"] = one_line(error)
+
+
+def gradient_records(bench: Bench, deadline: float) -> Iterator[Record]:
+    """softmax's gradient by those who have one, on a GPU."""
+    if bench.space.device != "cuda":
+        return
+    able = {name for name, info in minikernel.list_backends().items() if BACKWARD["softmax"] in info.ops}
+    impls = [impl for impl in bench.impls if impl.name in {peers.COPY, peers.TORCH, peers.AUTO} | able]
+    of_gradients = Bench(
+        bench.space, impls, [BACKWARD["softmax"]], cache_bytes=bench.cache_bytes, deadline=deadline
+    )
+    yield from of_gradients.run(grid_tasks("gradients", DEFAULT_DTYPES))
 
 
 def host_records(deadline: float, seed: int) -> list[Record]:

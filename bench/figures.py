@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MANY_SHAPES = 10_000
 
 FLAT = f"host time at 512x600 after {MANY_SHAPES:,} shapes / before"
+TRAINING = "host time at 512x600 with requires_grad, over F.softmax's"
 CACHED = f"entries in the fullest cache after {MANY_SHAPES:,} shapes"
 IMPORT = "import minikernel, beyond import numpy"
 WARM = "first call, warm disk cache"
@@ -95,6 +96,13 @@ def flatness(space: Space, peer: Impl, count: int = MANY_SHAPES) -> Iterator[Fig
     space.synchronize()
     yield Figure(CACHED, max(len(api._calls), len(api._fills), len(dispatch._kernels)))
     yield Figure(FLAT, round(_host_ratio(turns, space) / before, 4))
+
+
+def training(space: Space, peer: Impl) -> Iterator[Figure]:
+    """``auto``'s host time over a peer's for an input that autograd records."""
+    x = _normal(space, (512, 600)).requires_grad_()
+    turns = [Turn(impl.eager("softmax", -1), [x], 1e-5) for impl in (backend(AUTO), peer)]
+    yield Figure(TRAINING, round(_host_ratio(turns, space), 4))
 
 
 def _host_ratio(turns: list[Turn], space: Space) -> float:
@@ -192,6 +200,7 @@ def collectors(space: Space, peer: Impl | None, deadline: float) -> dict[str, Ca
 
         left = deadline - time.monotonic()
         found["first calls"] = partial(first_calls, left if math.isfinite(left) else None)
+        found["host time in training"] = partial(training, space, peer)
         found["host time after many shapes"] = partial(flatness, space, peer)
         found["memory of strided inputs"] = partial(device_memory, space)
         found["kernels"] = partial(kernels, driver.device(space.xp.cuda.current_device()))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from minikernel import BackendError
-from minikernel.problem import ITEMSIZE
+from minikernel.problem import BACKWARD, ITEMSIZE
 
 from .buffers import PLACEMENTS, Buffers
 from .peers import AUTO, COPY, TORCH, Impl
@@ -39,7 +39,8 @@ class _Subject:
 
     def __init__(self, task: Task, space: Space, cache_bytes: int, source: np.ndarray | None) -> None:
         self.task, self._space, self._cache_bytes, self._source = task, space, cache_bytes, source
-        self.copy_kernel: float | None = None
+        # By whether it reads one array or, for a gradient, two.
+        self.copy_kernels: dict[bool, float] = {}
 
     @cached_property
     def buffers(self) -> Buffers:
@@ -48,6 +49,27 @@ class _Subject:
     @cached_property
     def reference(self) -> Reference:
         return Reference(self.buffers.inputs[0], self.task.case.dim, self.task.dtype, self._space)
+
+    @cached_property
+    def gradient_reference(self) -> Reference:
+        y, dy = self.pairs[0]
+        return Reference(y, self.task.case.dim, self.task.dtype, self._space, dy)
+
+    @cached_property
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """(y, dy) for gradients: any values will do for y."""
+        plain = self.buffers.plain
+        return list(zip(plain, plain[1:] + plain[:1], strict=True))
+
+    def inputs_of(self, op: str) -> Sequence[Any]:
+        return self.pairs if is_gradient(op) else self.buffers.inputs
+
+    def reference_of(self, op: str) -> Reference:
+        return self.gradient_reference if is_gradient(op) else self.reference
+
+
+def is_gradient(op: str) -> bool:
+    return op in BACKWARD.values()
 
 
 @dataclass(frozen=True)
@@ -66,7 +88,7 @@ class Bench:
     Args:
         space: Where the arrays live.
         impls: Who is measured, in order; the copy, if there, first, since it chooses where outputs lie.
-        ops: ``"softmax"``, ``"log_softmax"`` or both.
+        ops: ``"softmax"``, ``"log_softmax"`` and their gradients, or some of them.
         cache_bytes: Size of the device's last cache; 0 for a CPU.
         deadline: Value of ``time.monotonic()`` after which nothing more is measured.
         sources: Values for the cases that have a label; the others are random.
@@ -85,14 +107,14 @@ class Bench:
         slow: float | None = None,
     ) -> None:
         self.space, self.impls, self.ops = space, impls, ops
-        self._cache_bytes, self._deadline, self._sources = cache_bytes, deadline, sources or {}
+        self.cache_bytes, self._deadline, self._sources = cache_bytes, deadline, sources or {}
         self._slow = SLOW_SECONDS[space.device] if slow is None else slow
         self._seconds_per_element: dict[tuple[str, str, str], float] = {}
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Record]:
         """A record for each task, op and implementation, as each is ready."""
         for task in tasks:
-            subject = _Subject(task, self.space, self._cache_bytes, self._sources.get(task.case.label))
+            subject = _Subject(task, self.space, self.cache_bytes, self._sources.get(task.case.label))
             for op in self.ops:
                 yield from self._measure(op, subject)
 
@@ -121,7 +143,7 @@ class Bench:
         if status := self._not_worth_trying(impl, op, task):
             return record(impl.name, op, task, status=status)
         try:
-            return self._copy(impl, subject) if impl.name == COPY else self._softmax(impl, op, subject)
+            return self._copy(impl, op, subject) if impl.name == COPY else self._softmax(impl, op, subject)
         except Exception as error:
             return record(impl.name, op, task, status=status_of(error))
 
@@ -146,15 +168,18 @@ class Bench:
     def _softmax(self, impl: Impl, op: str, subject: _Subject) -> _Trial | Record:
         task, buffers = subject.task, subject.buffers
         dim = task.case.dim
+        if is_gradient(op) and task.layout != "contiguous":
+            return record(impl.name, op, task, status="unsupported: a gradient's arrays are contiguous")
+        inputs, reference = subject.inputs_of(op), subject.reference_of(op)
 
         def into(i: int) -> Any:
-            return impl.into(op, buffers.inputs[i], dim, buffers.outputs[i])
+            return impl.into(op, inputs[i], dim, buffers.outputs[i])
 
         def failed(verdict: Verdict, status: str) -> Record:
             return record(impl.name, op, task, verdict=verdict, status=status)
 
         buffers.poison()
-        verdict = subject.reference.check(op, into(0))
+        verdict = reference.check(op, into(0))
         if verdict.fault:
             return failed(verdict, f"wrong: {verdict.fault}")
         first = once(into, self.space.synchronize, self._slow)
@@ -168,24 +193,25 @@ class Bench:
             timer = GraphTimer(into, len(buffers), first, BRIEF_REPLAY_SECONDS if brief else REPLAY_SECONDS)
             buffers.poison()
             timer.replay()
-            replayed = subject.reference.check(op, timer.results[0])
+            replayed = reference.check(op, timer.results[0])
             if replayed.fault:
                 return failed(replayed, f"wrong: {replayed.fault} in a CUDA graph")
             kernel = timer.seconds(_BRIEF_SECONDS if brief else _DEVICE_SECONDS)
             del timer
-        return _Trial(impl, kernel, Turn(impl.eager(op, dim), buffers.inputs, first), verdict)
+        return _Trial(impl, kernel, Turn(impl.eager(op, dim), inputs, first), verdict)
 
-    def _copy(self, impl: Impl, subject: _Subject) -> _Trial:
-        buffers = subject.buffers
+    def _copy(self, impl: Impl, op: str, subject: _Subject) -> _Trial:
+        buffers, gradient = subject.buffers, is_gradient(op)
+        inputs: Sequence[Any] = subject.pairs if gradient else buffers.plain
 
         def into(i: int) -> Any:
-            return impl.into("", buffers.plain[i], -1, buffers.outputs[i])
+            return impl.into(op, inputs[i], -1, buffers.outputs[i])
 
         into(0)
         first = once(into, self.space.synchronize)
-        if self.space.device == "cuda" and subject.copy_kernel is None:
-            subject.copy_kernel = self._time_copy(into, buffers, first)
-        return _Trial(impl, subject.copy_kernel, Turn(impl.eager("", -1), buffers.plain, first))
+        if self.space.device == "cuda" and gradient not in subject.copy_kernels:
+            subject.copy_kernels[gradient] = self._time_copy(into, buffers, first)
+        return _Trial(impl, subject.copy_kernels.get(gradient), Turn(impl.eager(op, -1), inputs, first))
 
     def _time_copy(self, into: Launch, buffers: Buffers, first: float) -> float:
         """Device seconds of the copy; leaves the outputs where the copy was fastest."""
@@ -229,7 +255,8 @@ def record(
         layout=task.layout,
         kernel_us=kernel and _five_digits(kernel * 1e6),
         host_us=host and _five_digits(host * 1e6),
-        gbs=seconds and _five_digits(2 * case.elements * ITEMSIZE[task.dtype] / seconds * 1e-9),
+        gbs=seconds
+        and _five_digits((3 if is_gradient(op) else 2) * case.elements * ITEMSIZE[task.dtype] / seconds * 1e-9),
         max_rel_error=relative and _five_digits(relative),
         max_abs_error=_five_digits(absolute) if absolute is not None and math.isfinite(absolute) else None,
         status=status,

@@ -8,11 +8,15 @@ from functools import partial
 from typing import Any, NoReturn
 
 import minikernel
+from minikernel import api
+from minikernel.problem import BACKWARD
 
 #: Every run times these beside the backends.
 COPY, TORCH = "copy", "F.softmax"
 #: What a call that names no backend runs.
 AUTO = "auto"
+# Gradient -> whose it is.
+_FORWARD = {backward: op for op, backward in BACKWARD.items()}
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,8 @@ class Impl:
     Attributes:
         name: As records have it.
         into: ``into(op, x, dim, out)``: softmax or log_softmax of ``x`` along ``dim``, into ``out`` if the
-            implementation can; returns the result. Raises ValueError, BackendError or
-            NotImplementedError for an input that it doesn't take.
+            implementation can; returns the result. Of their gradients ``x`` is the pair (y, dy). Raises ValueError,
+            BackendError or NotImplementedError for an input that it doesn't take.
         eager: ``eager(op, dim)`` returns the call that a user makes, of ``x`` alone; its host time is taken.
     """
 
@@ -35,11 +39,26 @@ class Impl:
 def backend(name: str) -> Impl:
     """A registered backend, or ``"auto"``, through the public functions."""
     ops = {"softmax": minikernel.softmax, "log_softmax": minikernel.log_softmax}
+    gradients: dict[tuple[Any, ...], Callable[[Any, Any], Any] | None] = {}
+
+    def gradient(op: str, pair: Any, dim: int) -> Any:
+        y, dy = pair
+        key = op, dim, y.shape, y.dtype
+        if key not in gradients:
+            gradients[key] = api.backward_of(_FORWARD[op], y, dim, name, y.dtype)
+        if (run := gradients[key]) is None:
+            raise NotImplementedError(f"{name} has no gradient for this input")
+        return run(dy, y)
 
     def into(op: str, x: Any, dim: int, out: Any) -> Any:
-        return ops[op](x, dim, backend=name, out=out)
+        return gradient(op, x, dim) if op in _FORWARD else ops[op](x, dim, backend=name, out=out)
 
-    return Impl(name, into, lambda op, dim: partial(ops[op], dim=dim, backend=name))
+    def eager(op: str, dim: int) -> Callable[[Any], Any]:
+        if op in _FORWARD:
+            return lambda pair: gradient(op, pair, dim)
+        return partial(ops[op], dim=dim, backend=name)
+
+    return Impl(name, into, eager)
 
 
 def unavailable(name: str, reason: str) -> Impl:
@@ -59,19 +78,33 @@ def torch_softmax() -> Impl:
     eager: dict[str, Callable[..., Any]] = {"softmax": F.softmax, "log_softmax": F.log_softmax}
     filling: dict[str, Callable[..., Any]] = {"softmax": torch.softmax, "log_softmax": torch.log_softmax}
 
-    def into(op: str, x: Any, dim: int, out: Any) -> Any:
-        return filling[op](x, dim, out=out)
+    def gradient(op: str, pair: Any, dim: int, out: Any = None) -> Any:
+        y, dy = pair
+        if op == BACKWARD["softmax"]:
+            return torch._softmax_backward_data(dy, y, dim, y.dtype, **({} if out is None else {"grad_input": out}))
+        return torch._log_softmax_backward_data(dy, y, dim, y.dtype, **({} if out is None else {"out": out}))
 
-    return Impl(TORCH, into, lambda op, dim: partial(eager[op], dim=dim))
+    def into(op: str, x: Any, dim: int, out: Any) -> Any:
+        return gradient(op, x, dim, out) if op in _FORWARD else filling[op](x, dim, out=out)
+
+    def call(op: str, dim: int) -> Callable[[Any], Any]:
+        return (lambda pair: gradient(op, pair, dim)) if op in _FORWARD else partial(eager[op], dim=dim)
+
+    return Impl(TORCH, into, call)
 
 
 def copy(xp: Any) -> Impl:
     """The floor: an elementwise kernel that reads and writes the same bytes, in PyTorch or NumPy."""
 
     def into(op: str, x: Any, dim: int, out: Any) -> Any:
-        return xp.negative(x, out=out)
+        return xp.add(*x, out=out) if op in _FORWARD else xp.negative(x, out=out)
 
-    return Impl(COPY, into, lambda op, dim: xp.negative)
+    return Impl(COPY, into, lambda op, dim: (lambda pair: xp.add(*pair)) if op in _FORWARD else xp.negative)
+
+
+def _refuse_gradient(op: str) -> None:
+    if op in _FORWARD:
+        raise NotImplementedError("its gradient isn't measured")
 
 
 def torch_compile() -> Impl:
@@ -83,6 +116,7 @@ def torch_compile() -> Impl:
     compiled = {op: torch.compile(function, fullgraph=True, dynamic=False) for op, function in eager.items()}
 
     def into(op: str, x: Any, dim: int, out: Any) -> Any:
+        _refuse_gradient(op)
         return compiled[op](x, dim=dim)
 
     return Impl("torch.compile", into, lambda op, dim: partial(compiled[op], dim=dim))
@@ -95,6 +129,7 @@ def scipy_softmax() -> Impl:
     functions = {"softmax": special.softmax, "log_softmax": special.log_softmax}
 
     def into(op: str, x: Any, dim: int, out: Any) -> Any:
+        _refuse_gradient(op)
         return functions[op](x, axis=dim)
 
     return Impl(SCIPY, into, lambda op, dim: partial(functions[op], axis=dim))

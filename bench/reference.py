@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from minikernel.problem import BACKWARD
+
 from .spaces import Space
 
 #: Above this many elements, MAX_ROWS rows are checked, the first and the last among them.
@@ -57,9 +59,12 @@ class Verdict:
 
 
 class Reference:
-    """The float64 answers for one input, made once and compared with every implementation's."""
+    """The float64 answers for one input, made once and compared with every implementation's.
 
-    def __init__(self, x: Any, dim: int, dtype: str, space: Space) -> None:
+    For gradients ``x`` is y, any values that is, and there is a ``dy`` too.
+    """
+
+    def __init__(self, x: Any, dim: int, dtype: str, space: Space, dy: Any = None) -> None:
         self._space, self._dim, self._dtype = space, dim, dtype
         self._shape = tuple(x.shape)
         leading = np.delete(self._shape, dim % x.ndim)
@@ -73,6 +78,7 @@ class Reference:
         indices = () if self._all else np.unravel_index(chosen, tuple(leading))
         self._rows = tuple(space.xp.asarray(axis) for axis in indices)
         self._x = space.wide(self._take(x))
+        self._dy = None if dy is None else space.wide(self._take(dy))
         self._answers: dict[str, Any] = {}
 
     def _take(self, x: Any) -> Any:
@@ -81,7 +87,20 @@ class Reference:
             return rows.reshape(-1, rows.shape[-1])
         return rows[self._rows]
 
+    def _gradient(self, op: str) -> tuple[Any, Any]:
+        """The exact gradient, and the size of what may cancel in it."""
+        xp, y, dy = self._space.xp, self._x, self._dy
+        if op == BACKWARD["softmax"]:
+            terms = dy * y
+            exact = y * (dy - xp.sum(terms, axis=-1, keepdims=True))
+            return exact, xp.abs(y) * (xp.abs(dy) + xp.sum(xp.abs(terms), axis=-1, keepdims=True))
+        powers = xp.exp(y)
+        exact = dy - powers * xp.sum(dy, axis=-1, keepdims=True)
+        return exact, xp.abs(dy) + powers * xp.sum(xp.abs(dy), axis=-1, keepdims=True)
+
     def _answer(self, op: str) -> Any:
+        if op in BACKWARD.values():
+            return self._space.rounded(self._gradient(op)[0], self._dtype)
         if op not in self._answers:
             xp, x = self._space.xp, self._x
             with np.errstate(invalid="ignore", divide="ignore"):
@@ -98,7 +117,7 @@ class Reference:
 
     def check(self, op: str, y: Any) -> Verdict:
         """Compare a result of ``op``, of the input's shape, with the reference."""
-        xp, tolerance = self._space.xp, TOLERANCES[op, self._dtype]
+        xp, tolerance = self._space.xp, TOLERANCES[op.removesuffix("_backward"), self._dtype]
         if tuple(y.shape) != self._shape or y.dtype != self._space.dtype(self._dtype):
             return Verdict(None, math.nan, f"returned {y.dtype} of shape {tuple(y.shape)}")
         right, got = self._answer(op), self._space.wide(self._take(y))
@@ -107,7 +126,8 @@ class Reference:
             size, error = xp.abs(right), xp.abs(got - right)
             same = (got == right) | xp.isnan(right)  # infinities too, whose difference is NaN
             error = xp.where(same, xp.zeros_like(error), error)
-            close = (same | (error <= tolerance.relative * size + tolerance.absolute)) & nan_as_it_should
+            allowed = self._gradient(op)[1] if op in BACKWARD.values() else size
+            close = (same | (error <= tolerance.relative * allowed + tolerance.absolute)) & nan_as_it_should
             normal = xp.isfinite(right) & (size >= tolerance.smallest)
             relative = error[normal] / size[normal]
             finite = error[xp.isfinite(error)]

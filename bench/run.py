@@ -35,7 +35,7 @@ from bench.peers import Impl
 from bench.records import Record, Results
 from bench.shapes import CONTIGUOUS, DEFAULT_DTYPES, DTYPES, GRIDS, LAYOUTS, Task, grid_tasks, parse_shape
 from bench.spaces import NumPySpace, Space, TorchSpace
-from minikernel.problem import OPS
+from minikernel.problem import ALL_OPS
 from minikernel.sources import source_hash
 
 #: On a GPU, host backends are a side show: large arrays are left out sooner.
@@ -55,7 +55,7 @@ def parser() -> Parser:
         epilog="Exit status: 0 if a softmax was measured, 1 if none could be, 2 for a bad request.",
     )
     new.add_argument("--backends", default="all", help="all (with auto), or names separated by commas")
-    new.add_argument("--op", default="softmax", help="softmax, log_softmax or both, separated by a comma")
+    new.add_argument("--op", default="softmax", help=f"of {', '.join(ALL_OPS)}; several separated by commas")
     what = new.add_mutually_exclusive_group()
     what.add_argument("--shapes", help="512x600,8x128256; 8x1000x64x64@1 reduces axis 1")
     what.add_argument("--grid", help=f"{', '.join(GRIDS)} (default: all on a GPU, quick without)")
@@ -113,7 +113,7 @@ def plan(options: argparse.Namespace) -> Plan:
     registered = list(minikernel.list_backends())
     everything = ["auto", *registered]
     backends = choose(options.backends, ["all", *everything], "backend")
-    ops = choose(options.op, OPS, "op")
+    ops = choose(options.op, ALL_OPS, "op")
     layouts = choose(options.layouts, LAYOUTS, "layout") if options.layouts is not None else []
     if options.device == "cuda" and not machine.has_gpu():
         raise ValueError("--device cuda: PyTorch sees no NVIDIA GPU here")

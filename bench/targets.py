@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from minikernel.dispatch import CACHE_SIZE
+from minikernel.problem import BACKWARD, OPS
 
 from . import cliffs, figures
 from .peers import AUTO, COPY, OPTIONAL_NAMES, SCIPY, TORCH
@@ -130,7 +131,7 @@ def against(
     def values(found: Evidence) -> Values:
         for (op, dtype, layout, case), row in found.rows.items():
             one, two = row.get(impl), row.get(other)
-            if one and two and wanted(one) and one.kernel_us and two.kernel_us:
+            if op in OPS and one and two and wanted(one) and one.kernel_us and two.kernel_us:
                 yield _over(_time(one, host), _time(two, host)), f"{op} {_where(dtype, layout, case)}"
 
     return values
@@ -141,7 +142,7 @@ def against_best(host: bool) -> Callable[[Evidence], Values]:
 
     def values(found: Evidence) -> Values:
         for (op, dtype, layout, case), row in found.rows.items():
-            if ratio := _over_best(row, host):
+            if op in OPS and (ratio := _over_best(row, host)):
                 yield ratio, f"{op} {_where(dtype, layout, case)}"
 
     return values
@@ -221,6 +222,17 @@ def over_scipy(from_elements: int) -> Callable[[Evidence], Values]:
                 row = found.rows.get(_key(limited), {})
                 times = [record.us if (record := row.get(impl)) else None for impl in (NUMPY, SCIPY)]
                 yield _over(*times), _where(task.dtype, task.layout, task.case.name)
+
+    return values
+
+
+def gradient(impl: str) -> Callable[[Evidence], Values]:
+    """The gradient's time over that of a copy of as many bytes; on the grid ``gradients``."""
+
+    def values(found: Evidence) -> Values:
+        for task in grid_tasks("gradients", DEFAULT_DTYPES):
+            row = found.rows.get((BACKWARD["softmax"], *_key(task)[1:]), {})
+            yield _over(_time(row.get(impl)), _time(row.get(COPY))), _where(task.dtype, task.layout, task.case.name)
 
     return values
 
@@ -311,6 +323,10 @@ TARGETS = (
     Target("9", "numpy / scipy.special.softmax", over_scipy(0), 1.0),
     Target("9", "numpy / SciPy from 4 million elements, 2 cores", over_scipy(LARGE_ELEMENTS), 0.5),
     Target("9", "numpy: peak memory beyond the output", figure(figures.HOST_MEMORY), 16, unit="MiB"),
+    Target("10", "gradient of 1K to 32K columns: auto / copy", gradient(AUTO), 1.08),
+    Target("10", "gradient of 1K to 32K columns: cuda-fused / copy", gradient(FUSED), 1.08),
+    Target("10", "gradient of 1K to 32K columns: triton-fused / copy", gradient(TRITON), 1.08),
+    Target("10", "host time with requires_grad: auto / F.softmax", figure(figures.TRAINING), 1.7),
 )
 
 

@@ -429,7 +429,7 @@ def plain(op: str, x: Any, dim: int, backend: str, dtype: Any) -> Any:
 def backward_of(op: str, y: Any, dim: int, backend: str, dtype: Any) -> Callable[[Any, Any], Any] | None:
     """``backward(dy, y)`` for outputs like ``y``, ``dtype`` being the input's; None if no kernel can run on it."""
     framework = arrays.framework_of(y)
-    request = _examine(framework, op, y.contiguous(), dim, None)
+    request = _examine(framework, op, framework.contiguous(y), dim, None)
     if request.problem is None:
         return None
     problem = replace(request.problem, dtype=arrays.dtype_name(dtype), recorded=True)

@@ -209,11 +209,11 @@ class Framework:
 
     def aligned(self, x: Any) -> Any:
         """``x``, or a copy: contiguous, and at a multiple of 16 bytes."""
-        raise NotImplementedError
+        raise NotImplementedError("gradients are for PyTorch's tensors")
 
     def backward_launcher(self, kernel: Kernel, problem: Problem) -> Callable[[Any, Any, Any], None]:
         """``run(y, dy, dx)`` for a kernel that takes gradients."""
-        raise NotImplementedError
+        raise NotImplementedError("gradients are for PyTorch's tensors")
 
 
 class _NumPyLike(Framework):

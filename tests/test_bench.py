@@ -1129,3 +1129,19 @@ def test_on_a_gpu_work_that_a_graph_does_not_hold_is_wrong() -> None:
     assert record.status.startswith("wrong: ")
     assert record.status.endswith("in a CUDA graph")
     assert record.kernel_us is None
+
+
+@pytest.mark.parametrize("op", ["softmax_backward", "log_softmax_backward"])
+def test_gradients_are_measured_and_checked(op):
+    space = TorchSpace("cpu", 0)
+    impls = [peers.copy(space.xp), peers.torch_softmax(), peers.backend("auto"), peers.backend("numpy")]
+    wrong = peers.Impl("wrong", lambda op, pair, dim, out: pair[1].clone(), lambda op, dim: lambda pair: pair)
+    tasks = [Task(Case((7, 300)), "float32"), Task(Case((3, 50, 4), 1), "bfloat16"), Task(Case((5, 9)), "float64")]
+    records = list(Bench(space, [*impls, wrong], [op]).run(tasks))
+    assert [r.status for r in records if r.impl != "wrong"] == ["ok"] * 12
+    assert all(r.status.startswith("wrong") for r in records if r.impl == "wrong")
+    assert all(r.op == op and (r.impl == "copy" or r.max_abs_error is not None) for r in records)
+    (strided,) = Bench(space, [impls[2]], [op]).run([Task(Case((8, 8)), "float32", "transposed")])
+    assert strided.status.startswith("unsupported")
+    (on_arrays,) = Bench(NumPySpace(0), [peers.backend("numpy")], [op]).run([Task(Case((8, 8)), "float32")])
+    assert on_arrays.status == "unsupported: gradients are for PyTorch's tensors"
