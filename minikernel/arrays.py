@@ -316,8 +316,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16)
 
 
-# DLPack's kinds of device: the CPU, and host memory that is pinned for CUDA.
+# DLPack's kinds of device: the CPU, host memory that is pinned for CUDA, and CUDA.
 _HOST_MEMORY = (1, 3)
+_CUDA_MEMORY = 2
 
 
 class DLPack(NumPy):
@@ -332,8 +333,7 @@ class DLPack(NumPy):
             raise TypeError(f"{type_name(x)} doesn't say where it lies: {error}") from error
         if int(kind) not in _HOST_MEMORY:
             raise TypeError(
-                f"{type_name(x)} is not in host memory (DLPack device type {int(kind)}): on a device there is a "
-                "path for PyTorch tensors and CuPy arrays; see torch.from_dlpack and cupy.from_dlpack"
+                f"{type_name(x)} is neither in host memory nor on an NVIDIA GPU (DLPack device type {int(kind)})"
             )
         try:
             return np.from_dlpack(x)
@@ -361,9 +361,7 @@ class DLPack(NumPy):
         raise TypeError(f"out= works for NumPy, PyTorch and CuPy arrays, not {type_name(out)}")
 
     def finish(self, y: Any, like: Any) -> Any:
-        namespace: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
-        if namespace is None:
-            namespace = sys.modules.get(type(like).__module__.partition(".")[0])
+        namespace = _namespace(like)
         if not hasattr(namespace, "from_dlpack"):
             return y
         if y.dtype.kind == "f":
@@ -372,6 +370,13 @@ class DLPack(NumPy):
             return namespace.asarray(y)
         torch = sys.modules["torch"]  # which read the input
         return namespace.from_dlpack(torch.from_numpy(y.view(np.int16)).view(torch.bfloat16))
+
+
+def _namespace(x: Any) -> Any:
+    """Where the functions for an array's kind are, ``from_dlpack`` among them if it has one."""
+    if hasattr(x, "__array_namespace__"):
+        return x.__array_namespace__()
+    return sys.modules.get(type(x).__module__.partition(".")[0])
 
 
 def _no_cuda(*arguments: Any) -> int:
@@ -684,6 +689,34 @@ class CuPy(_NumPyLike):
         return x.dtype, x.shape, x.strides, x.device.id, x.data.ptr & 15
 
 
+class DLPackOnGPU(CuPy):
+    """Any other array on an NVIDIA GPU that exports DLPack, JAX's for example: read through CuPy, without a copy.
+
+    The exchange makes CuPy's current stream wait for the array's own, and the array's for the result.
+    """
+
+    name = "dlpack on a GPU"
+
+    def check(self, x: Any) -> Any:
+        try:
+            return self.cupy.from_dlpack(x)
+        except Exception as error:
+            raise TypeError(f"{type_name(x)} can't be read through CuPy's DLPack: {error}") from error
+
+    def effective_dtype(self, x: Any, dtype: Any) -> Any:
+        return dtype
+
+    def key(self, x: Any) -> None:  # type: ignore[override]
+        return None  # nothing of the array can be read without importing it
+
+    def check_out(self, out: Any) -> None:
+        raise TypeError(f"out= works for NumPy, PyTorch and CuPy arrays, not {type_name(out)}")
+
+    def finish(self, y: Any, like: Any) -> Any:
+        namespace = _namespace(like)
+        return namespace.from_dlpack(y) if hasattr(namespace, "from_dlpack") else y
+
+
 def type_name(x: Any) -> str:
     return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
 
@@ -722,7 +755,7 @@ def _find(x: Any, role: str) -> Framework:
             f"{role} is a JAX tracer, which has no values yet: call it outside jax.jit, jax.grad and so on"
         )
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__") and not isinstance(x, type):
-        return _once("dlpack", DLPack)
+        return _dlpack(x)
     cure = ""
     if isinstance(x, type):
         cure = f": it is the class {x.__name__} itself"
@@ -734,6 +767,20 @@ def _find(x: Any, role: str) -> Framework:
         f"{role} must be a NumPy array, a PyTorch tensor, a CuPy array or another array with __dlpack__, "
         f"not {type_name(x)}{cure}"
     )
+
+
+def _dlpack(x: Any) -> Framework:
+    kind = 0
+    with suppress(Exception):  # the framework's own check says what is wrong
+        kind = int(x.__dlpack_device__()[0])
+    if kind != _CUDA_MEMORY:
+        return _once("dlpack", DLPack)
+    try:
+        import cupy
+    except ImportError:
+        cure = "install it (pip install 'minikernel[cuda12]'), or pass torch.from_dlpack(x)"
+        raise TypeError(f"{type_name(x)} on a GPU is read through CuPy: {cure}") from None
+    return _once(DLPackOnGPU.name, lambda: DLPackOnGPU(cupy))
 
 
 def _once(name: str, make: Callable[[], Framework]) -> Framework:
