@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -77,6 +78,17 @@ def called(backend: str, x: torch.Tensor, dim: int = -1, dtype: torch.dtype | No
     return mismatch(y, reference(x, dim))
 
 
+def gradient(backend: str, x: torch.Tensor, dim: int = -1) -> str | None:
+    """Call backward, of an input that lies alone in memory."""
+    x = x.cuda().requires_grad_()
+    dy = randn(*x.shape, seed=1).to(x)
+    (dx,) = torch.autograd.grad(minikernel.softmax(x, dim, backend=backend), x, dy)
+    exact = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.softmax(exact, dim), exact, dy.double())
+    error = float((dx.double() - expected).abs().max())
+    return None if error < (1e-5 if x.dtype == torch.float32 else 3e-2) else f"off by up to {error:.1e}"
+
+
 def in_place(backend: str) -> str | None:
     x = randn(5, 700).cuda()
     expected = reference(x)
@@ -107,6 +119,16 @@ def runs() -> dict[str, Callable[[], str | None]]:
         for name, (x, dim, dtype) in inputs.items():
             found[f"{backend}: {name}"] = lambda b=backend, x=x, d=dim, t=dtype: called(b, x, d, t)
         found[f"{backend}: in place"] = lambda b=backend: in_place(b)
+    gradients = {
+        "short rows": (randn(37, 65), -1),
+        "a block a row": (randn(5, 2001), -1),
+        "a cluster a row": (randn(3, 40_001), -1),
+        "read twice": (randn(2, 300_001), -1),
+        "middle axis": (randn(3, 70, 50), 1),
+        "bfloat16": (randn(5, 2049, dtype="bfloat16"), -1),
+    }
+    for backend, (name, (x, dim)) in product(("cuda-fused", "triton-fused"), gradients.items()):
+        found[f"{backend}: gradient, {name}"] = lambda b=backend, x=x, d=dim: gradient(b, x, d)
     for name, (cols, fields) in LAUNCHES.items():
         found[f"cuda-fused: {name}"] = lambda c=cols, f=fields: forced(c, f)
     return found
