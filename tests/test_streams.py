@@ -336,10 +336,14 @@ def test_device_memory_is_flat(gpu):
 
     before = some(20)
     assert some(1000) <= before
-    free_before, _ = torch.cuda.mem_get_info()
-    some(1000)
-    free_after, _ = torch.cuda.mem_get_info()
-    assert free_before - free_after < 16 * 2**20
+
+    def taken():
+        free_before, _ = torch.cuda.mem_get_info()
+        some(1000)
+        return free_before - torch.cuda.mem_get_info()[0]
+
+    # Other processes take memory of the same GPU too; a leak shows each time.
+    assert min(taken() for _ in range(5)) < 16 * 2**20
 
 
 @ON_GPU
