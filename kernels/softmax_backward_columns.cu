@@ -41,34 +41,41 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     softmax_backward_columns(const In* y, Out* dx, const In* dy, Layout layout, int tiles) {
     __shared__ Acc partials[kGroups][LANES * kWide + 1];
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
-    const long long plane = blockIdx.x / tiles, row = ((long long)(blockIdx.x % tiles) * LANES + lane) * kWide;
-    const bool in_range = row < layout.inner;
-    const long long first = in_range ? group : layout.cols;
-    const long long start = plane * layout.cols * layout.inner + (in_range ? row : 0);
-    y += start, dy += start, dx += start;
-
     wait_for_predecessor();
-    Acc sums[kWide], lost[kWide];
+    const long long blocks = layout.rows / layout.inner * tiles;
+    for (long long block = blockIdx.x; block < blocks; block += gridDim.x) {  // once, but for the largest grids
+        const long long row = (block % tiles * LANES + lane) * kWide;
+        const bool in_range = row < layout.inner;
+        const long long first = in_range ? group : layout.cols;
+        const long long start = block / tiles * layout.cols * layout.inner + (in_range ? row : 0);
+
+        Acc sums[kWide], lost[kWide];
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) sums[i] = lost[i] = 0;
-    for_each_column(y, dy, layout, first, [&](long long, const Pack<In>& y_pack, const Pack<In>& dy_pack) {
+        for (int i = 0; i < kWide; ++i) sums[i] = lost[i] = 0;
+        for_each_column(y + start, dy + start, layout, first,
+                        [&](long long, const Pack<In>& y_pack, const Pack<In>& dy_pack) {
 #pragma unroll
-        for (int i = 0; i < kWide; ++i) add(sums[i], lost[i], term(element(y_pack, i), element(dy_pack, i)));
-    });
+                            for (int i = 0; i < kWide; ++i)
+                                add(sums[i], lost[i], term(element(y_pack, i), element(dy_pack, i)));
+                        });
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) partials[group][lane * kWide + i] = sums[i];
-    __syncthreads();
-    for (int r = threadIdx.x; r < LANES * kWide; r += kThreads) {
-        Acc sum = 0;
-        for (int g = 0; g < kGroups; ++g) sum += partials[g][r];
-        partials[0][r] = sum;
+        for (int i = 0; i < kWide; ++i) partials[group][lane * kWide + i] = sums[i];
+        __syncthreads();
+        for (int r = threadIdx.x; r < LANES * kWide; r += kThreads) {
+            Acc sum = 0;
+            for (int g = 0; g < kGroups; ++g) sum += partials[g][r];
+            partials[0][r] = sum;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kWide; ++i) sums[i] = partials[0][lane * kWide + i];
+        for_each_column(y + start, dy + start, layout, first,
+                        [&](long long at, const Pack<In>& y_pack, const Pack<In>& dy_pack) {
+                            Pack<Out> result;
+                            fill(result,
+                                 [&](int i) { return gradient(element(y_pack, i), element(dy_pack, i), sums[i]); });
+                            store(dx + start + at, result);
+                        });
+        __syncthreads();  // before the next tile's partials
     }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kWide; ++i) sums[i] = partials[0][lane * kWide + i];
-    for_each_column(y, dy, layout, first, [&](long long at, const Pack<In>& y_pack, const Pack<In>& dy_pack) {
-        Pack<Out> result;
-        fill(result, [&](int i) { return gradient(element(y_pack, i), element(dy_pack, i), sums[i]); });
-        store(dx + at, result);
-    });
 }

@@ -18,7 +18,7 @@ from .registry import REGISTRY, BackendError
 
 Array = TypeVar("Array")
 
-_calls: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
+_calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _fills: dict[tuple[Any, ...], Callable[[Any, Any], None]] = {}
 REGISTRY.on_change(_calls.clear)
 REGISTRY.on_change(_fills.clear)
@@ -146,7 +146,7 @@ for _function in (softmax, log_softmax, explain):
 def _call(op: str, x: Any, dim: int, backend: str, dtype: Any, out: Any, unknown: Mapping[str, Any]) -> Any:
     if unknown:
         _refuse(unknown)
-    if arrays.is_compiling():
+    if arrays.is_traced(x):
         from . import torch_ops
 
         return torch_ops.traced(op, x, dim, backend, dtype, out)
@@ -367,7 +367,7 @@ def _bind_recorded(
     request = _examine(framework, op, x, dim, dtype)
     if request.cast:  # which autograd records by itself
         wanted = request.out_dtype
-        return lambda x: _call(op, framework.cast(x, wanted), dim, backend, None, None, {})
+        return lambda x: _call(op, framework.cast(x, wanted), dim, backend, wanted, None, {})
     axis = normalize_dim(dim, len(framework.geometry(x)[0]))
     forward: Callable[[Any], Any] | None
     run_backward: Callable[[Any, Any], Any] | None
@@ -429,6 +429,10 @@ def plain(op: str, x: Any, dim: int, backend: str, dtype: Any) -> Any:
 def backward_of(op: str, y: Any, dim: int, backend: str, dtype: Any) -> Callable[[Any, Any], Any] | None:
     """``backward(dy, y)`` for outputs like ``y``, ``dtype`` being the input's; None if no kernel can run on it."""
     framework = arrays.framework_of(y)
+    key = "backward", op, dim, backend, dtype, dispatch.override.get(), framework.key(y)
+    if key[-1] is not None and key in _calls:
+        return _calls[key]
+    generation = REGISTRY.generation
     request = _examine(framework, op, framework.contiguous(y), dim, None)
     if request.problem is None:
         return None
@@ -436,7 +440,20 @@ def backward_of(op: str, y: Any, dim: int, backend: str, dtype: Any) -> Callable
     decision = dispatch.choose(problem, backend, complete=False)
     if decision.backend is None or decision.through:
         return None
-    return _backward(framework, problem, decision.backend)
+    run = _backward(framework, problem, decision.backend)
+    if key[-1] is not None:
+        dispatch.remember(_calls, key, run, generation)
+    return run
+
+
+def check_gradient(op: str, x: Any, dim: int, backend: str, dtype: Any) -> None:
+    """Raise BackendError unless a backend can take ``x`` and its gradient, as a recorded call would."""
+    framework = arrays.framework_of(x)
+    request = _examine(framework, op, x, dim, dtype)
+    if request.problem is not None:
+        decision = dispatch.choose(replace(request.problem, recorded=True), backend)
+        if decision.backend is None:
+            raise BackendError(str(decision))
 
 
 def _call_into(framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any, out: Any) -> Any:

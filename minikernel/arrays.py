@@ -7,6 +7,7 @@ can't exist, so none is ever imported here to find out.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -88,10 +89,12 @@ def find_courier() -> Framework:
     )
 
 
-def is_compiling() -> bool:
-    """Whether ``torch.compile`` is tracing this very call, and not running it."""
-    compiler = getattr(sys.modules.get("torch"), "compiler", None)
-    return compiler is not None and bool(compiler.is_compiling())
+def is_traced(x: Any) -> bool:
+    """Whether ``torch.compile`` is tracing this very call, on a tensor, rather than running it."""
+    torch: Any = sys.modules.get("torch")
+    compiler = getattr(torch, "compiler", None)
+    # Not is_compiling, which is true for every thread while one compiles.
+    return compiler is not None and bool(compiler.is_dynamo_compiling()) and isinstance(x, torch.Tensor)
 
 
 def _never() -> bool:
@@ -397,7 +400,7 @@ class Torch(Framework):
         self.forward_ad = torch.autograd.forward_ad
         self.dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
         self.is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", lambda: False)
-        self.is_compiling = torch.compiler.is_compiling
+        self.is_compiling = torch.compiler.is_dynamo_compiling
         self.key = self._make_key()
         # Absent from a build without CUDA, which has no tensors to use them for.
         self.raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
@@ -692,10 +695,30 @@ class CuPy(_NumPyLike):
 class DLPackOnGPU(CuPy):
     """Any other array on an NVIDIA GPU that exports DLPack, JAX's for example: read through CuPy, without a copy.
 
-    The exchange makes CuPy's current stream wait for the array's own, and the array's for the result.
+    The exchange makes CuPy's current stream wait for the array's own, and the array's for the result. Nothing tells
+    its framework when the kernel has read the input, so that is held until it has.
     """
 
     name = "dlpack on a GPU"
+
+    def __init__(self, cupy: Any) -> None:
+        super().__init__(cupy)
+        self._being_read: deque[tuple[Any, Any]] = deque()
+
+    def launcher(self, kernel: Kernel, index: int) -> Callable[[Any, Any], None]:
+        plain, being_read = super().launcher(kernel, index), self._being_read
+
+        def launch(x: Any, out: Any) -> None:
+            plain(x, out)
+            with x.device:
+                read = self.cupy.cuda.Event(disable_timing=True)
+                read.record()
+            being_read.append((read, x))
+            with suppress(IndexError):  # another thread may have let go of the last one
+                while being_read[0][0].done:
+                    being_read.popleft()
+
+        return launch
 
     def check(self, x: Any) -> Any:
         try:

@@ -79,8 +79,9 @@ class replace_softmax(TorchFunctionMode):
 
     Every ``F.softmax``, ``torch.softmax``, ``torch.special.softmax``, ``Tensor.softmax`` and ``nn.Softmax``, and
     their log forms, forward and backward. What has no path here (a tensor subclass, a sparse or nested tensor, an
-    MPS or meta device, a named or missing ``dim``) goes to PyTorch's own. Fused attention calls no softmax, and
-    isn't replaced.
+    MPS or meta device, a named or missing ``dim``, a tracer) goes to PyTorch's own. So does a softmax that PyTorch
+    calls inside a function of its own: ``nn.MultiheadAttention``, ``F.gumbel_softmax``, ``F.softmin``. Fused
+    attention calls none.
 
     Args:
         backend: As in :func:`minikernel.softmax`.
@@ -101,18 +102,23 @@ class replace_softmax(TorchFunctionMode):
         if func in _REPLACED:
             ours, read = _REPLACED[func]
             x, dim, dtype, out = read(*([named.pop("input")] if "input" in named else []), *args, **named)
-            if _takes(x, dim, dtype):
+            if _takes(x, dim, dtype, out):
                 return ours(x, dim, backend=self._backend, dtype=dtype, out=out)
         return func(*args, **(kwargs or {}))
 
 
-def _takes(x: Any, dim: Any, dtype: Any) -> bool:
+def _takes(x: Any, dim: Any, dtype: Any, out: Any) -> bool:
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or type(dim) is not int:
+        return False
+    if torch._C._is_tracing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return False
+    wanted = dtype or x.dtype
     return (
-        type(x) in (torch.Tensor, torch.nn.Parameter)
-        and type(dim) is int
-        and x.device.type in ("cpu", "cuda")
+        x.device.type in ("cpu", "cuda")
         and x.layout == torch.strided
         and not x.is_nested
-        and str(dtype or x.dtype).removeprefix("torch.") in ITEMSIZE
+        and not x.is_complex()
+        and str(wanted).removeprefix("torch.") in ITEMSIZE
         and not (torch.version.hip and x.is_cuda)
+        and (out is None or (type(out) is torch.Tensor and (out.shape, out.dtype) == (x.shape, wanted)))
     )

@@ -90,11 +90,16 @@ class Recorded(torch.autograd.Function):
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Whether its memory can be read: not so in a batched backward (is_grads_batched=True), for example."""
+    """Whether its memory is all there is to it.
+
+    Not so in a batched backward (is_grads_batched=True), inside a transform, or where it may carry a tangent.
+    """
     if type(x) is not torch.Tensor or x.is_neg() or x.layout != torch.strided:
         return False
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+        return False
     try:
-        return x.numel() == 0 or x.data_ptr() != 0
+        return torch._C._len_torch_dispatch_stack() == 0 and (x.numel() == 0 or x.data_ptr() != 0)
     except RuntimeError:  # it is wrapped
         return False
 
@@ -168,7 +173,10 @@ def _define(op: str) -> None:
     _library.define(f"{backward}(Tensor dy, Tensor y, int dim, ScalarType dtype, str backend='auto') -> Tensor")
 
     def forward(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, backend: str = "auto") -> torch.Tensor:
-        result: torch.Tensor = api.plain(op, x.detach(), dim, backend, dtype)
+        wanted = dtype or x.dtype  # said, so that autocast has no say
+        if x.requires_grad and backend != "auto":
+            api.check_gradient(op, x.detach(), dim, backend, wanted)
+        result: torch.Tensor = api.plain(op, x.detach(), dim, backend, wanted)
         return result
 
     def forward_fake(
@@ -180,15 +188,17 @@ def _define(op: str) -> None:
         dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
     ) -> torch.Tensor:
         with torch.no_grad():
+            dy, y = dy.detach(), y.detach()
             run = api.backward_of(op, y, dim, backend, dtype)
-            return gradient(op, dy, y, dim, dtype) if run is None else run(dy, y)
+            result: torch.Tensor = gradient(op, dy, y, dim, dtype).contiguous() if run is None else run(dy, y)
+        return result
 
     def gradient_fake(
         dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
     ) -> torch.Tensor:
         return torch.empty(y.shape, dtype=dtype, device=y.device)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def save_output(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         x, ctx.dim, _, ctx.backend = inputs
         ctx.dtype = x.dtype
         ctx.save_for_backward(output)
@@ -198,11 +208,40 @@ def _define(op: str) -> None:
         dx = getattr(torch.ops.minikernel, backward)(dy, y, ctx.dim, ctx.dtype, ctx.backend)
         return dx, None, None, None
 
-    _library.impl(op, forward, "CompositeExplicitAutograd")
-    _library.impl(backward, gradient_of, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"minikernel::{op}", forward_fake, lib=_library)
-    torch.library.register_fake(f"minikernel::{backward}", gradient_fake, lib=_library)
-    torch.library.register_autograd(f"minikernel::{op}", backward_of_op, setup_context=setup_context, lib=_library)
+    def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        dy, y, ctx.dim, _, _ = inputs
+        ctx.save_for_backward(dy, y)
+
+    def backward_of_gradient(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        dy, y = ctx.saved_tensors
+        return (*double_backward(op, g, dy, y, ctx.dim), None, None, None)
+
+    for name, function, fake, save, derivative in (
+        (op, forward, forward_fake, save_output, backward_of_op),
+        (backward, gradient_of, gradient_fake, save_inputs, backward_of_gradient),
+    ):
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"minikernel::{name}", fake, lib=_library)
+        torch.library.register_autograd(f"minikernel::{name}", derivative, setup_context=save, lib=_library)
+
+
+def double_backward(
+    op: str, g: torch.Tensor, dy: torch.Tensor, y: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``g``, the gradient of dx, comes to for dy and for y."""
+    if y.dim() == 0:
+        of_dy, of_y = double_backward(op, g.reshape(1), dy.reshape(1), y.reshape(1), -1)
+        return of_dy.reshape(()), of_y.reshape(())
+    given = y.dtype
+    if given in _HALF_DTYPES:
+        g, dy, y = g.float(), dy.float(), y.float()
+    if op == "softmax":
+        of_dy = y * (g - (g * y).sum(dim, keepdim=True))
+        of_y = g * (dy - (dy * y).sum(dim, keepdim=True)) - dy * (g * y).sum(dim, keepdim=True)
+    else:
+        of_dy = g - (g * y.exp()).sum(dim, keepdim=True)
+        of_y = -g * y.exp() * dy.sum(dim, keepdim=True)
+    return of_dy.to(given), of_y.to(given)
 
 
 for _op in OPS:
@@ -210,6 +249,20 @@ for _op in OPS:
 
 
 def traced(op: str, x: torch.Tensor, dim: int, backend: str, dtype: Any, out: Any) -> torch.Tensor:
-    """A call under ``torch.compile``: the operator that it can record."""
-    result: torch.Tensor = getattr(torch.ops.minikernel, op)(x, dim, _torch_dtype(x, dtype), backend)
-    return result if out is None else out.copy_(result)
+    """A call under ``torch.compile``: the operator that it can record, or inside vmap and jvp PyTorch's own."""
+    wanted = _torch_dtype(x, dtype)
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.is_batchedtensor(x):
+        own: torch.Tensor = getattr(torch, op)(x, dim, dtype=wanted)
+        return own
+    result: torch.Tensor = getattr(torch.ops.minikernel, op)(x, dim, wanted, backend)
+    if out is None:
+        return result
+    if out.shape != result.shape or out.device != result.device:
+        raise ValueError("out must have the input's shape and device")
+    if out.dtype != result.dtype:
+        raise TypeError(f"out must have the dtype {result.dtype}")
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise RuntimeError(
+            "out= can't be recorded by autograd, and the input requires grad or is being transformed"
+        )
+    return out.copy_(result)

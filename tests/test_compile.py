@@ -110,3 +110,55 @@ def test_inductor():
             pytest.skip(str(error)[:200])
         raise
     torch.testing.assert_close(y, F.softmax(x.sin(), -1).cos())
+
+
+def test_other_threads_run_while_one_compiles(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    x = randn(3, 5)
+    torch.testing.assert_close(softmax(x), F.softmax(x, -1))
+    torch.testing.assert_close(torch.ops.minikernel.softmax(x, -1), F.softmax(x, -1))
+    assert softmax(x.numpy()).shape == (3, 5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_double_backward_through_the_operator(op):
+    x = randn(3, 5, dtype="float64").requires_grad_()
+    ours = getattr(torch.ops.minikernel, op)
+    softmax(x)
+    assert torch.autograd.gradcheck(lambda x: ours(x, -1), x)
+    assert torch.autograd.gradgradcheck(lambda x: ours(x, -1), x)
+    number = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: ours(x, 0), number)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_transforms_inside_a_compiled_function(op):
+    ours, theirs = OPS[op]
+    x, t = randn(3, 5), randn(3, 5, seed=1)
+    call = torch.compile(lambda x, t: torch.func.jvp(lambda x: ours(x, -1), (x,), (t,))[1], backend="eager")
+    torch.testing.assert_close(call(x, t), torch.func.jvp(lambda x: theirs(x, -1), (x,), (t,))[1])
+    call = torch.compile(torch.vmap(lambda x: ours(x, 0)), backend="eager")
+    torch.testing.assert_close(call(x), theirs(x, 1))
+
+
+def test_out_is_checked_as_in_eager_mode():
+    call = torch.compile(lambda x, out: softmax(x, out=out), backend="eager")
+    x = randn(3, 5)
+    with pytest.raises(ValueError, match="shape"):
+        call(x, torch.empty(4, 3, 5))
+    with pytest.raises(TypeError, match="dtype"):
+        call(x, torch.empty(3, 5, dtype=torch.float16))
+    with pytest.raises(RuntimeError, match="grad"):
+        call(x.clone().requires_grad_(), torch.empty(3, 5))
+
+
+def test_a_backend_without_gradients_is_refused_by_the_operator(registry):
+    def prepare(problem):
+        return minikernel.Kernel(lambda x, out, stream, scratch: out.fill(7))
+
+    registry.register(minikernel.Backend("sevens", 90, ("cpu",), ("float32",), prepare))
+    x = randn(3, 5)
+    call = torch.compile(lambda x: softmax(x, backend="sevens"), fullgraph=True, backend="eager")
+    assert (call(x) == 7).all()
+    with pytest.raises(minikernel.BackendError, match="it has no gradient"):
+        call(x.requires_grad_())

@@ -205,6 +205,26 @@ def test_forward_mode_duals(backend, device):
 
 
 @on_each_backend
+def test_tangents_of_incoming_gradients(backend, device):
+    """Forward over an ordinary backward, and a transform around one."""
+    x = randn(3, 5).to(device).requires_grad_()
+    w, t = (randn(3, 5, seed=s).to(device) for s in (1, 2))
+
+    def tangent(call):
+        with forward_ad.dual_level():
+            (dx,) = torch.autograd.grad((call(x) * forward_ad.make_dual(w, t)).sum(), x)
+            return forward_ad.unpack_dual(dx).tangent
+
+    torch.testing.assert_close(tangent(lambda x: softmax(x, backend=backend)), tangent(lambda x: F.softmax(x, -1)))
+
+    def around(call):
+        y = call(x)
+        return grad(lambda s: (torch.autograd.grad(y, x, w, retain_graph=True)[0] * s).square().sum())(t[0, 0])
+
+    torch.testing.assert_close(around(lambda x: softmax(x, backend=backend)), around(lambda x: F.softmax(x, -1)))
+
+
+@on_each_backend
 def test_where_nothing_is_recorded(backend, device):
     x = randn(4, 50).to(device).requires_grad_()
     with torch.no_grad():
@@ -331,6 +351,21 @@ def test_autocast_gives_half_gradients():
     (expected,) = torch.autograd.grad(theirs, x, dy)
     assert dx.dtype == torch.bfloat16
     torch.testing.assert_close(dx, expected)
+
+
+def test_a_given_dtype_is_kept_under_autocast(monkeypatch):
+    from minikernel import arrays
+
+    wide = arrays.Torch.effective_dtype
+    # As on a GPU.
+    monkeypatch.setattr(
+        arrays.Torch,
+        "effective_dtype",
+        lambda self, x, dtype: torch.float32 if dtype is None else wide(self, x, dtype),
+    )
+    x = randn(3, 5, dtype="float64")
+    assert softmax(x, dtype=torch.float16).dtype == torch.float16
+    assert softmax(x.requires_grad_(), dtype=torch.float16).dtype == torch.float16
 
 
 def test_autocast_on_the_cpu_is_pytorch_s():

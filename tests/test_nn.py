@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.fx.experimental.proxy_tensor
 import torch.nn.functional as F
 from cases import randn
 from isolated import run
@@ -111,6 +112,10 @@ def test_what_has_no_path_goes_to_pytorch():
             F.softmax(torch.ones(3, 4))
         with pytest.raises(RuntimeError):
             torch.softmax(torch.ones(3, 4, dtype=torch.int64), -1)
+        out = torch.empty(0)
+        assert torch.softmax(torch.ones(3, 4), -1, out=out).shape == (3, 4)
+        traced = torch.fx.experimental.proxy_tensor.make_fx(torch.nn.Softmax(-1))(torch.ones(3, 4))
+        assert torch.allclose(traced(torch.ones(3, 4)), torch.full((3, 4), 0.25))
 
 
 def test_the_backend_and_its_name():

@@ -36,7 +36,7 @@ def test_launches(dtype, capability):
             assert plan.wide == 1 or problem.inner % plan.wide == 0
             assert plan.lanes * plan.wide * plan.tiles >= problem.inner
             assert plan.lanes * plan.wide * (plan.tiles - 1) < problem.inner
-            assert launch.grid == problem.outer * plan.tiles
+            assert launch.grid == min(problem.outer * plan.tiles, cuda.MAX_GRID)
             continue
         assert isinstance(plan, BackwardPlan)
         packs = problem.cols / plan.wide
@@ -61,9 +61,14 @@ def test_few_kernels():
         assert len(found) <= 50
 
 
-def test_no_grid_is_too_large():
-    problem = Problem("softmax_backward", "cuda", 0, "float32", "float32", 2**31, 8, 1, (8, 1, 1))
-    assert fused_backward.plan(problem, DEVICES[90]).grid <= cuda.MAX_GRID
+def test_no_grid_is_too_large(monkeypatch):
+    monkeypatch.setattr(triton_fused, "_device", lambda problem: DEVICES[90])
+    for outer, cols, inner in ((2**31, 8, 1), (2**31, 2, 2), (2**31, 1, 3), (2**33, 2, 2)):
+        strides = (cols * inner, inner, 1)
+        problem = Problem("softmax_backward", "cuda", 0, "float16", "float16", outer, cols, inner, strides)
+        assert fused_backward.plan(problem, DEVICES[90]).grid <= cuda.MAX_GRID
+    recorded = Problem("softmax", "cuda", 0, "float16", "float16", 2**31, 2, 2, (4, 2, 1), recorded=True)
+    assert "programs" in triton_fused._reasons(recorded)[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

@@ -100,7 +100,7 @@ class BackwardColumnsPlan:
 
     @property
     def grid(self) -> int:
-        return self.planes * self.tiles
+        return min(self.planes * self.tiles, cuda.MAX_GRID)
 
     def macros(self) -> dict[str, object]:
         return {"WIDE": self.wide, "LANES": self.lanes}

@@ -582,7 +582,12 @@ def _reasons(problem: Problem) -> list[str]:
     device = _device(problem)
     if not INTERPRETED and device.capability < _MIN_CAPABILITY:
         return [f"Triton needs compute capability 8.0; device {problem.index} has {device.capability / 10}"]
-    if plan(problem, device).grid > _MAX_GRID:
+    problems = [problem]
+    if problem.recorded:
+        contiguous = (problem.cols * problem.inner, problem.inner, 1)
+        backward = replace(problem, op=BACKWARD[problem.op], strides=contiguous)
+        problems.append(replace(backward, dtype=problem.out_dtype, out_dtype=problem.dtype))
+    if any(plan(of, device).grid > _MAX_GRID for of in problems):
         return [f"{problem.rows} rows of {problem.cols} need more than {_MAX_GRID} programs"]
     return []
 
