@@ -21,6 +21,7 @@ from bench.peers import AUTO, COPY, TORCH
 from bench.records import OK, Figure, Record, Results, load
 from bench.rows import Row, Rows, in_full, is_of_the_host, rows_of, usual
 from bench.shapes import DEFAULT_DTYPES, DTYPES, TABLE, grid_tasks, last
+from minikernel.problem import ALL_OPS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -376,7 +377,7 @@ def _draw(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="report.py", description="Print a result of run.py as Markdown.")
     parser.add_argument("json", type=Path, help="what bench/run.py --json wrote")
-    parser.add_argument("--op", default="softmax", choices=("softmax", "log_softmax"))
+    parser.add_argument("--op", default="softmax", choices=ALL_OPS)
     parser.add_argument("--all", action="store_true", help="every record, not only the rows of the table")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="also draw plots there")
     options = parser.parse_args(argv)

@@ -390,7 +390,7 @@ def _bind_recorded(
 
     forward = forward or copy_and_run
     bound = torch_ops.Bound(op, axis, x.dtype, forward, run_backward)
-    record: Callable[..., Any] = torch_ops.Recorded.apply
+    record = torch_ops.record
     return lambda x: record(x, bound)
 
 

@@ -123,7 +123,7 @@ def runs() -> dict[str, Callable[[], str | None]]:
         "short rows": (randn(37, 65), -1),
         "a block a row": (randn(5, 2001), -1),
         "a cluster a row": (randn(3, 40_001), -1),
-        "read twice": (randn(2, 300_001), -1),
+        "read twice": (randn(4, 300_001), -1),
         "middle axis": (randn(3, 70, 50), 1),
         "bfloat16": (randn(5, 2049, dtype="bfloat16"), -1),
     }

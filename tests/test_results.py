@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from minikernel.problem import OPS
+from minikernel.problem import ALL_OPS
 
 ROOT = Path(__file__).resolve().parents[1]
 if not (ROOT / "bench" / "run.py").exists():
@@ -47,7 +47,7 @@ def faults(record: dict[str, Any]) -> list[str]:
     timed = record["kernel_us"] if brief else record["host_us"]
     claims = {
         "impl": record["impl"] in {COPY, TORCH, *OPTIONAL_NAMES, *BACKENDS},
-        "op": record["op"] in OPS,
+        "op": record["op"] in ALL_OPS,
         "dtype": record["dtype"] in DTYPES,
         "layout": record["layout"] in LAYOUTS,
         "extents": record["rows"] > 0 and record["cols"] > 0,
