@@ -89,8 +89,8 @@ class Recorded(torch.autograd.Function):
         return bound.backward(dy, y), None
 
 
-#: ``Recorded.apply`` without its search for functorch's wrappers, a third of its time: whoever calls it has seen that
-#: there are none.
+#: ``Recorded.apply`` without its search for functorch's wrappers, a third of its time: whoever calls it has seen
+#: that there are none.
 record: Callable[[torch.Tensor, Bound], torch.Tensor] = super(torch.autograd.Function, Recorded).apply
 
 
