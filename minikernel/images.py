@@ -74,11 +74,13 @@ def _path(key: tuple[str, ...]) -> Path | None:
 
 
 def _read(path: Path) -> Image | None:
-    with suppress(Exception):  # whatever is wrong with the file
+    try:
         image = _unpack(path.read_bytes())
-        os.utime(path)  # it was used
-        return image
-    return None
+    except Exception:  # whatever is wrong with the file
+        return None
+    with suppress(OSError):  # a cache that others own may only be read
+        os.utime(path)
+    return image
 
 
 def _pack(image: Image) -> bytes:

@@ -94,6 +94,16 @@ def test_a_cache_that_cannot_be_written_is_done_without(folder):
     assert cached(KEY, lambda: IMAGE) == IMAGE
 
 
+def test_a_cache_that_can_only_be_read_is_used(folder, monkeypatch):
+    cached(KEY, lambda: IMAGE)
+
+    def refuse(*arguments):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert cached(KEY, never) == IMAGE
+
+
 def test_a_user_without_a_home_has_no_cache(folder, monkeypatch):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
