@@ -141,6 +141,7 @@ def _show_named(function: Callable[..., Any]) -> None:
 
 for _function in (softmax, log_softmax, explain):
     _show_named(_function)
+_PUBLIC: dict[str, Callable[..., Any]] = {"softmax": softmax, "log_softmax": log_softmax}
 
 
 def _call(op: str, x: Any, dim: int, backend: str, dtype: Any, out: Any, unknown: Mapping[str, Any]) -> Any:
@@ -150,7 +151,13 @@ def _call(op: str, x: Any, dim: int, backend: str, dtype: Any, out: Any, unknown
         from . import torch_ops
 
         return torch_ops.traced(op, x, dim, backend, dtype, out)
+    if arrays.is_proxy(x):
+        return arrays.record_call(_PUBLIC[op], x, dim, backend=backend, dtype=dtype, out=out)
     framework = arrays.by_type.get(type(x)) or arrays.framework_of(x)
+    if framework.is_symbolic(x):
+        from . import torch_ops
+
+        return torch_ops.traced(op, x, dim, backend, dtype, out)
     if out is not None:
         return _call_into(framework, op, x, dim, backend, framework.effective_dtype(x, dtype), out)
     signature = framework.key(x)
@@ -374,12 +381,10 @@ def _bind_recorded(
     forward, run_backward = None, None
     if request.problem is not None:
         recorded = replace(request.problem, recorded=True)
-        decision, kernel = dispatch.resolve(recorded, backend, complete=False)
+        decision, kernel, run_backward = _resolve_recorded(framework, recorded, backend)
         execute = _executor(framework, decision, kernel, request.problem)
-        if decision.through is None:
-            run_backward = _backward(framework, recorded, decision.backend or backend)
-            if not request.copy:
-                forward = framework.fast_call(x, request.problem, kernel)
+        if decision.through is None and not request.copy:
+            forward = framework.fast_call(x, request.problem, kernel)
 
     def copy_and_run(x: Any) -> Any:
         prepared = request.prepare(framework, x)
@@ -394,8 +399,23 @@ def _bind_recorded(
     return lambda x: record(x, bound)
 
 
+def _resolve_recorded(
+    framework: Framework, problem: Problem, backend: str
+) -> tuple[Decision, Kernel, Callable[[Any, Any], Any] | None]:
+    """A backend that works both ways: a gradient that can't be prepared is found out before it is needed."""
+    while True:
+        decision, kernel = dispatch.resolve(problem, backend, complete=False)
+        if decision.through or decision.backend is None:
+            return decision, kernel, None
+        try:
+            return decision, kernel, _backward(framework, problem, decision.backend)
+        except BackendError:
+            if not REGISTRY.rejects(decision.backend, problem):  # it isn't that it doesn't work here
+                raise
+
+
 def _backward(framework: Framework, problem: Problem, backend: str) -> Callable[[Any, Any], Any]:
-    """``backward(dy, y)`` by a backend's own kernel, prepared when it first runs."""
+    """``backward(dy, y)`` by a backend's own kernel."""
     target = Problem(
         BACKWARD[problem.op],
         problem.device,
@@ -407,15 +427,13 @@ def _backward(framework: Framework, problem: Problem, backend: str) -> Callable[
         problem.inner,
         (problem.cols * problem.inner, problem.inner, 1),
     )
-    launches: list[Callable[[Any, Any, Any], None]] = []
+    _, kernel = dispatch.resolve(target, backend, complete=False)
+    launch = framework.backward_launcher(kernel, target)
 
     def run(dy: Any, y: Any) -> Any:
-        if not launches:
-            _, kernel = dispatch.resolve(target, backend, complete=False)
-            launches.append(framework.backward_launcher(kernel, target))
         dy, y = framework.aligned(dy), framework.aligned(y)
         dx = framework.empty(y, target.out_dtype)
-        launches[0](y, dy, dx)
+        launch(y, dy, dx)
         return dx
 
     return run
@@ -446,14 +464,20 @@ def backward_of(op: str, y: Any, dim: int, backend: str, dtype: Any) -> Callable
     return run
 
 
-def check_gradient(op: str, x: Any, dim: int, backend: str, dtype: Any) -> None:
-    """Raise BackendError unless a backend can take ``x`` and its gradient, as a recorded call would."""
+def backend_for_gradient(op: str, x: Any, dim: int, backend: str, dtype: Any) -> str:
+    """The backend that a recorded call would take for ``x``, which requires no grad itself.
+
+    Raises:
+        BackendError: None can take the input and its gradient.
+    """
     framework = arrays.framework_of(x)
     request = _examine(framework, op, x, dim, dtype)
-    if request.problem is not None:
-        decision = dispatch.choose(replace(request.problem, recorded=True), backend)
-        if decision.backend is None:
-            raise BackendError(str(decision))
+    if request.problem is None:
+        return backend
+    decision = dispatch.choose(replace(request.problem, recorded=True), backend)
+    if decision.backend is None:
+        raise BackendError(str(decision))
+    return decision.backend
 
 
 def _call_into(framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any, out: Any) -> Any:

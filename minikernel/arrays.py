@@ -97,6 +97,16 @@ def is_traced(x: Any) -> bool:
     return compiler is not None and bool(compiler.is_dynamo_compiling()) and isinstance(x, torch.Tensor)
 
 
+def is_proxy(x: Any) -> bool:
+    """Whether ``torch.fx`` stands behind ``x``, and records which functions are called."""
+    return type(x).__module__ == "torch.fx.proxy"
+
+
+def record_call(function: Callable[..., Any], x: Any, *arguments: Any, **named: Any) -> Any:
+    """Let ``torch.fx`` record a call."""
+    return sys.modules["torch"].overrides.handle_torch_function(function, (x,), x, *arguments, **named)
+
+
 def _never() -> bool:
     return False
 
@@ -208,6 +218,10 @@ class Framework:
 
     def is_transformed(self, x: Any) -> bool:
         """Whether ``x`` is inside a function transform, or carries a tangent."""
+        return False
+
+    def is_symbolic(self, x: Any) -> bool:
+        """Whether ``x`` stands for values that aren't there, or what happens to it is recorded as a program."""
         return False
 
     def aligned(self, x: Any) -> Any:
@@ -607,6 +621,16 @@ class Torch(Framework):
         if self.is_wrapped(x) or self.transform() is not None:
             return True
         return self.forward_ad._current_level >= 0 and self.forward_ad.unpack_dual(x).tangent is not None
+
+    def is_symbolic(self, x: Any) -> bool:
+        if not self.dispatch_modes():
+            return type(x) is self.fake_type()
+        return self._is_recording() or type(x) is self.fake_type()
+
+    def fake_type(self) -> Any:
+        """The class of fake tensors, if there are any yet."""
+        module = sys.modules.get("torch._subclasses.fake_tensor")
+        return getattr(module, "FakeTensor", None)
 
     def aligned(self, x: Any) -> Any:
         x = x.contiguous()

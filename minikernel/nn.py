@@ -110,7 +110,7 @@ class replace_softmax(TorchFunctionMode):
 def _takes(x: Any, dim: Any, dtype: Any, out: Any) -> bool:
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or type(dim) is not int:
         return False
-    if torch._C._is_tracing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    if not torch.compiler.is_dynamo_compiling() and torch._C._is_tracing():
         return False
     wanted = dtype or x.dtype
     return (

@@ -179,8 +179,8 @@ def _define(op: str) -> None:
 
     def forward(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, backend: str = "auto") -> torch.Tensor:
         wanted = dtype or x.dtype  # said, so that autocast has no say
-        if x.requires_grad and backend != "auto":
-            api.check_gradient(op, x.detach(), dim, backend, wanted)
+        if x.requires_grad:
+            backend = api.backend_for_gradient(op, x.detach(), dim, backend, wanted)
         result: torch.Tensor = api.plain(op, x.detach(), dim, backend, wanted)
         return result
 
@@ -254,9 +254,11 @@ for _op in OPS:
 
 
 def traced(op: str, x: torch.Tensor, dim: int, backend: str, dtype: Any, out: Any) -> torch.Tensor:
-    """A call under ``torch.compile``: the operator that it can record, or inside vmap and jvp PyTorch's own."""
+    """A call that is recorded in a program: as the operator, or inside transforms as PyTorch's own softmax."""
     wanted = _torch_dtype(x, dtype)
-    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.is_batchedtensor(x):
+    inside = torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.is_batchedtensor(x)
+    # The last question is for torch.func.grad; torch.compile can't answer yes, and leaves the call to eager mode.
+    if inside or torch._C._functorch.maybe_current_level() is not None:
         own: torch.Tensor = getattr(torch, op)(x, dim, dtype=wanted)
         return own
     result: torch.Tensor = getattr(torch.ops.minikernel, op)(x, dim, wanted, backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.fx.experimental.proxy_tensor
 import torch.nn.functional as F
 from cases import randn
 from isolated import run
@@ -141,6 +142,54 @@ def test_transforms_inside_a_compiled_function(op):
     torch.testing.assert_close(call(x), theirs(x, 1))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_grad_inside_a_compiled_function_is_left_to_eager_mode(op):
+    x = randn(3, 5)
+
+    def of(call):
+        return torch.func.grad(lambda x: (call(x, -1) ** 3).sum())
+
+    ours, theirs = map(of, OPS[op])
+    torch.testing.assert_close(torch.compile(ours, backend="aot_eager")(x), theirs(x))
+    torch.testing.assert_close(torch.compile(torch.vmap(ours), backend="aot_eager")(x), torch.vmap(theirs)(x))
+
+
+def test_replace_softmax_leaves_no_graph_break():
+    x = randn(3, 5)
+    call = compiled(lambda x: F.softmax(x, -1) + x.log_softmax(0))
+    with minikernel.replace_softmax():
+        torch.testing.assert_close(call(x), torch.softmax(x, -1) + torch.log_softmax(x, 0))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    x = randn(3, 5)
+    program = torch.export.export(torch.nn.Sequential(minikernel.nn.Softmax()), (x,), strict=strict)
+    assert "minikernel.softmax" in str(program.graph)
+    torch.testing.assert_close(program.module()(x), F.softmax(x, -1))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode):
+    x = randn(3, 5)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: log_softmax(x, 0), tracing_mode=mode)(x)
+    torch.testing.assert_close(graph(x * 2), F.log_softmax(x * 2, 0))
+
+
+def test_symbolic_trace():
+    x = randn(3, 5)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), minikernel.nn.Softmax())
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+def test_linearize():
+    x, t = randn(3, 5), randn(3, 5, seed=1)
+    _, ours = torch.func.linearize(lambda x: softmax(x, 0), x)
+    _, theirs = torch.func.linearize(lambda x: F.softmax(x, 0), x)
+    torch.testing.assert_close(ours(t), theirs(t))
+
+
 def test_out_is_checked_as_in_eager_mode():
     call = torch.compile(lambda x, out: softmax(x, out=out), backend="eager")
     x = randn(3, 5)
@@ -160,5 +209,9 @@ def test_a_backend_without_gradients_is_refused_by_the_operator(registry):
     x = randn(3, 5)
     call = torch.compile(lambda x: softmax(x, backend="sevens"), fullgraph=True, backend="eager")
     assert (call(x) == 7).all()
+    registry.register(minikernel.Backend("first", 1, ("cpu",), ("float32",), prepare))
+    auto = torch.compile(lambda x: softmax(x), fullgraph=True, backend="eager")
+    assert (auto(x) == 7).all()
+    torch.testing.assert_close(auto(x.clone().requires_grad_()), F.softmax(x, -1))
     with pytest.raises(minikernel.BackendError, match="it has no gradient"):
         call(x.requires_grad_())

@@ -308,6 +308,23 @@ def test_auto_passes_over_backends_without_gradients(registry):
     torch.testing.assert_close(softmax(x), F.softmax(x, -1))
 
 
+def test_a_gradient_that_cannot_be_prepared_is_found_out_in_time(registry):
+    def prepare(problem: Problem) -> Kernel:
+        if problem.op.endswith("backward"):
+            raise minikernel.BackendUnavailable("no backward today")
+        return Kernel(lambda x, out, stream, scratch: out.fill(7))
+
+    backend = Backend("sevens", 1, ("cpu",), ("float32",), prepare, ops=("softmax", BACKWARD["softmax"]))
+    registry.register(backend)
+    x = randn(3, 4).requires_grad_()
+    with pytest.warns(minikernel.FallbackWarning, match="no backward today"):
+        y = softmax(x)
+    torch.testing.assert_close(y, F.softmax(x, -1))
+    registry.register(backend, replace=True)
+    with pytest.raises(BackendError, match="no backward today"):
+        softmax(x, backend="sevens")
+
+
 def test_a_backend_s_own_gradient_is_used(registry):
     ran = []
 
