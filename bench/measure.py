@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from minikernel import BackendError
-from minikernel.problem import BACKWARD, ITEMSIZE
+from minikernel.problem import ITEMSIZE
 
 from .buffers import PLACEMENTS, Buffers
 from .peers import AUTO, COPY, TORCH, Impl
 from .records import OK, Record
-from .reference import Reference, Verdict
+from .reference import Reference, Verdict, is_gradient
 from .shapes import DTYPES, Case, Task
 from .spaces import Space
 from .timing import BRIEF_REPLAY_SECONDS, REPLAY_SECONDS, GraphTimer, Launch, Turn, host_seconds, once
@@ -66,10 +66,6 @@ class _Subject:
 
     def reference_of(self, op: str) -> Reference:
         return self.gradient_reference if is_gradient(op) else self.reference
-
-
-def is_gradient(op: str) -> bool:
-    return op in BACKWARD.values()
 
 
 @dataclass(frozen=True)

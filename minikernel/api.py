@@ -13,10 +13,12 @@ from . import arrays, dispatch, layout
 from .arrays import HALF_TYPES, Framework
 from .dispatch import Decision
 from .layout import normalize_dim
-from .problem import BACKWARD, ITEMSIZE, OPS, Kernel, Problem
+from .problem import ITEMSIZE, OPS, Kernel, Problem
 from .registry import REGISTRY, BackendError
 
 Array = TypeVar("Array")
+
+OUT_IS_NOT_RECORDED = "out= can't be recorded by autograd, and the input requires grad or is being transformed"
 
 _calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _fills: dict[tuple[Any, ...], Callable[[Any, Any], None]] = {}
@@ -347,22 +349,29 @@ def _bind(
     if framework.is_recorded(x):
         return _bind_recorded(framework, op, x, dim, backend, dtype)
     request = _examine(framework, op, x, dim, dtype)
-    out_dtype = request.out_dtype
     if request.problem is None:
         dispatch.requested(backend)  # a wrong name is an error for an empty array too
-        return lambda x: framework.finish(framework.empty(framework.check(x), out_dtype), x)
+        return _whole_call(framework, request)
     decision, kernel = dispatch.resolve(request.problem, backend, complete=False)
-    execute = _executor(framework, decision, kernel, request.problem)
-
-    def call(x: Any) -> Any:
-        prepared = request.prepare(framework, x)
-        out = framework.empty(prepared, out_dtype)
-        execute(prepared, out)
-        return framework.finish(out, x)
-
+    call = _whole_call(framework, request, _executor(framework, decision, kernel, request.problem))
     if not plain or request.cast or request.copy or decision.through:
         return call
     return framework.fast_call(x, request.problem, kernel) or call
+
+
+def _whole_call(
+    framework: Framework, request: _Request, execute: Callable[[Any, Any], None] | None = None
+) -> Callable[[Any], Any]:
+    """From any array to its result, with every step that a request may need; without ``execute`` nothing runs."""
+
+    def call(x: Any) -> Any:
+        prepared = request.prepare(framework, x)
+        out = framework.empty(prepared, request.out_dtype)
+        if execute is not None:
+            execute(prepared, out)
+        return framework.finish(out, x)
+
+    return call
 
 
 def _bind_recorded(
@@ -375,25 +384,16 @@ def _bind_recorded(
     if request.cast:  # which autograd records by itself
         wanted = request.out_dtype
         return lambda x: _call(op, framework.cast(x, wanted), dim, backend, wanted, None, {})
-    axis = normalize_dim(dim, len(framework.geometry(x)[0]))
-    forward: Callable[[Any], Any] | None
-    run_backward: Callable[[Any, Any], Any] | None
-    forward, run_backward = None, None
-    if request.problem is not None:
+    run_backward = None
+    if request.problem is None:
+        forward = _whole_call(framework, request)
+    else:
         recorded = replace(request.problem, recorded=True)
         decision, kernel, run_backward = _resolve_recorded(framework, recorded, backend)
-        execute = _executor(framework, decision, kernel, request.problem)
+        forward = _whole_call(framework, request, _executor(framework, decision, kernel, request.problem))
         if decision.through is None and not request.copy:
-            forward = framework.fast_call(x, request.problem, kernel)
-
-    def copy_and_run(x: Any) -> Any:
-        prepared = request.prepare(framework, x)
-        out = framework.empty(prepared, request.out_dtype)
-        if request.problem is not None:
-            execute(prepared, out)
-        return out
-
-    forward = forward or copy_and_run
+            forward = framework.fast_call(x, request.problem, kernel) or forward
+    axis = normalize_dim(dim, len(framework.geometry(x)[0]))
     bound = torch_ops.Bound(op, axis, x.dtype, forward, run_backward)
     record = torch_ops.record
     return lambda x: record(x, bound)
@@ -416,17 +416,7 @@ def _resolve_recorded(
 
 def _backward(framework: Framework, problem: Problem, backend: str) -> Callable[[Any, Any], Any]:
     """``backward(dy, y)`` by a backend's own kernel."""
-    target = Problem(
-        BACKWARD[problem.op],
-        problem.device,
-        problem.index,
-        problem.out_dtype,
-        problem.dtype,
-        problem.outer,
-        problem.cols,
-        problem.inner,
-        (problem.cols * problem.inner, problem.inner, 1),
-    )
+    target = problem.backward()
     _, kernel = dispatch.resolve(target, backend, complete=False)
     launch = framework.backward_launcher(kernel, target)
 
@@ -474,7 +464,7 @@ def backend_for_gradient(op: str, x: Any, dim: int, backend: str, dtype: Any) ->
     request = _examine(framework, op, x, dim, dtype)
     if request.problem is None:
         return backend
-    decision = dispatch.choose(replace(request.problem, recorded=True), backend)
+    decision = dispatch.choose(replace(request.problem, recorded=True), backend, complete=False)
     if decision.backend is None:
         raise BackendError(str(decision))
     return decision.backend
@@ -504,9 +494,7 @@ def _bind_into(
 ) -> Callable[[Any, Any], None]:
     """What a call with these arguments comes to, as a function of the array and its output."""
     if framework.is_recorded(x) or framework.is_transformed(x):
-        raise RuntimeError(
-            "out= can't be recorded by autograd, and the input requires grad or is being transformed"
-        )
+        raise RuntimeError(OUT_IS_NOT_RECORDED)
     request = _examine(framework, op, x, dim, dtype, out)
     if request.problem is None:
         dispatch.requested(backend)

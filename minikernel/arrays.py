@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -375,7 +375,7 @@ class DLPack(NumPy):
         return None  # nothing of the array can be read without importing it
 
     def check_out(self, out: Any) -> None:
-        raise TypeError(f"out= works for NumPy, PyTorch and CuPy arrays, not {type_name(out)}")
+        _refuse_out(out)
 
     def finish(self, y: Any, like: Any) -> Any:
         namespace = _namespace(like)
@@ -389,11 +389,22 @@ class DLPack(NumPy):
         return namespace.from_dlpack(torch.from_numpy(y.view(np.int16)).view(torch.bfloat16))
 
 
+def _refuse_out(out: Any) -> NoReturn:
+    raise TypeError(f"out= works for NumPy, PyTorch and CuPy arrays, not {type_name(out)}")
+
+
 def _namespace(x: Any) -> Any:
     """Where the functions for an array's kind are, ``from_dlpack`` among them if it has one."""
     if hasattr(x, "__array_namespace__"):
         return x.__array_namespace__()
     return sys.modules.get(type(x).__module__.partition(".")[0])
+
+
+def autocast_dtype(torch: Any, x: Any) -> Any:
+    """The dtype that autocast turns a PyTorch tensor into first; None if it leaves it."""
+    # Without an argument is_autocast_enabled means CUDA's.
+    casts = torch.is_autocast_enabled() and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if casts else None
 
 
 def _no_cuda(*arguments: Any) -> int:
@@ -609,10 +620,7 @@ class Torch(Framework):
         return key
 
     def effective_dtype(self, x: Any, dtype: Any) -> Any:
-        # Without an argument it means CUDA's.
-        if dtype is None and self.torch.is_autocast_enabled() and x.is_cuda:
-            return self.torch.float32 if self.dtype(x) in HALF_TYPES else None
-        return dtype
+        return autocast_dtype(self.torch, x) if dtype is None else dtype
 
     def is_recorded(self, x: Any) -> bool:
         return bool(x.requires_grad) and self.torch.is_grad_enabled()
@@ -623,9 +631,7 @@ class Torch(Framework):
         return self.forward_ad._current_level >= 0 and self.forward_ad.unpack_dual(x).tangent is not None
 
     def is_symbolic(self, x: Any) -> bool:
-        if not self.dispatch_modes():
-            return type(x) is self.fake_type()
-        return self._is_recording() or type(x) is self.fake_type()
+        return type(x) is self.fake_type() or (self.dispatch_modes() > 0 and self._is_recording())
 
     def fake_type(self) -> Any:
         """The class of fake tensors, if there are any yet."""
@@ -750,14 +756,11 @@ class DLPackOnGPU(CuPy):
         except Exception as error:
             raise TypeError(f"{type_name(x)} can't be read through CuPy's DLPack: {error}") from error
 
-    def effective_dtype(self, x: Any, dtype: Any) -> Any:
-        return dtype
-
     def key(self, x: Any) -> None:  # type: ignore[override]
         return None  # nothing of the array can be read without importing it
 
     def check_out(self, out: Any) -> None:
-        raise TypeError(f"out= works for NumPy, PyTorch and CuPy arrays, not {type_name(out)}")
+        _refuse_out(out)
 
     def finish(self, y: Any, like: Any) -> Any:
         namespace = _namespace(like)

@@ -54,6 +54,20 @@ class Problem:
         """How many independent softmaxes there are."""
         return self.outer * self.inner
 
+    def backward(self) -> Problem:
+        """Its gradient's problem, on the same device."""
+        return Problem(
+            BACKWARD[self.op],
+            self.device,
+            self.index,
+            self.out_dtype,
+            self.dtype,
+            self.outer,
+            self.cols,
+            self.inner,
+            (self.cols * self.inner, self.inner, 1),
+        )
+
 
 @dataclass(frozen=True)
 class Kernel:

@@ -158,12 +158,13 @@ def transformed(op: str, x: torch.Tensor, dim: Any, backend: str, dtype: Any) ->
 
 def _torch_dtype(x: torch.Tensor, dtype: Any) -> torch.dtype | None:
     """``dtype``, or what autocast makes of None."""
+    found: torch.dtype | None
     if dtype is None:
-        casts = x.is_cuda and x.dtype in _HALF_DTYPES and torch.is_autocast_enabled()
-        return torch.float32 if casts else None
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    found: torch.dtype = getattr(torch, arrays.dtype_name(dtype))
+        found = arrays.autocast_dtype(torch, x)
+    elif isinstance(dtype, torch.dtype):
+        found = dtype
+    else:
+        found = getattr(torch, arrays.dtype_name(dtype))
     return found
 
 
@@ -237,16 +238,15 @@ def double_backward(
     if y.dim() == 0:
         of_dy, of_y = double_backward(op, g.reshape(1), dy.reshape(1), y.reshape(1), -1)
         return of_dy.reshape(()), of_y.reshape(())
+    of_dy = tangent(op, g, y, dim)  # dx is linear in dy, and a tangent takes the transposed way
     given = y.dtype
     if given in _HALF_DTYPES:
         g, dy, y = g.float(), dy.float(), y.float()
     if op == "softmax":
-        of_dy = y * (g - (g * y).sum(dim, keepdim=True))
         of_y = g * (dy - (dy * y).sum(dim, keepdim=True)) - dy * (g * y).sum(dim, keepdim=True)
     else:
-        of_dy = g - (g * y.exp()).sum(dim, keepdim=True)
         of_y = -g * y.exp() * dy.sum(dim, keepdim=True)
-    return of_dy.to(given), of_y.to(given)
+    return of_dy, of_y.to(given)
 
 
 for _op in OPS:
@@ -269,7 +269,5 @@ def traced(op: str, x: torch.Tensor, dim: int, backend: str, dtype: Any, out: An
     if out.dtype != result.dtype:
         raise TypeError(f"out must have the dtype {result.dtype}")
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise RuntimeError(
-            "out= can't be recorded by autograd, and the input requires grad or is being transformed"
-        )
+        raise RuntimeError(api.OUT_IS_NOT_RECORDED)
     return out.copy_(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,29 @@ INF, NAN = float("inf"), float("nan")
 
 #: A little of everything: powers of two and their neighbors, short rows and long ones.
 LENGTHS = (1, 2, 3, 7, 8, 31, 33, 64, 127, 255, 256, 257, 600, 1024, 1025, 2049, 4097)
+
+
+#: Each operation, and PyTorch's own.
+BESIDE_TORCH = {
+    "softmax": (minikernel.softmax, torch.nn.functional.softmax),
+    "log_softmax": (minikernel.log_softmax, torch.nn.functional.log_softmax),
+}
+
+#: Says where the user's cache is.
+CACHE_VARIABLE = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+
+
+class Bare:
+    """DLPack and not a word on whose it is."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
 
 
 @dataclass(frozen=True)

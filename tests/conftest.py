@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
+from pathlib import Path
 
 import pytest
-from cases import GPU_BACKENDS, KINDS, Failures, Route
+from cases import CACHE_VARIABLE, GPU_BACKENDS, KINDS, Failures, Route
 
 import minikernel
 from minikernel import api, cuda, dispatch, driver
@@ -24,8 +24,20 @@ def cache_of_this_run(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv(CACHE_VARIABLE, str(folder / "cache"))
         yield
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """A user who has no home, and says of no folder that it's the cache."""
+
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("LOCALAPPDATA", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
 
 
 def _routes(*pairs):

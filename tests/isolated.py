@@ -26,13 +26,20 @@ warnings.filterwarnings("default", module="(cupy|torch|triton)")
 _NOT_INHERITED = ("MINIKERNEL_BACKEND", "PYTHONPATH", "TRITON_INTERPRET")
 
 
-def python(*arguments: str, path: Iterable[Path] = (ROOT,), cwd: Path | None = None, **environment: str) -> str:
+def python(
+    *arguments: str,
+    path: Iterable[Path] = (ROOT,),
+    cwd: Path | None = None,
+    timeout: float | None = 300,
+    **environment: str,
+) -> str:
     """What ``python *arguments`` prints; an AssertionError with its stderr if it fails.
 
     Args:
         arguments: The interpreter's arguments.
         path: Folders for ``PYTHONPATH``, in order.
         cwd: Where to run it; by default a folder that has nothing to do with the checkout.
+        timeout: Seconds that it may take; None for as long as it likes.
         environment: Variables to set beside those of this process.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
@@ -42,7 +49,7 @@ def python(*arguments: str, path: Iterable[Path] = (ROOT,), cwd: Path | None = N
         cwd=cwd or sys.prefix,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -55,3 +62,12 @@ def run(code: str, *, absent: Iterable[str] = (), path: Iterable[Path] = (ROOT,)
     """
     hide = _HIDE.format(modules=tuple(absent)) if absent else ""
     return python("-c", _STRICT + hide + code, path=path, **environment)
+
+
+def in_the_interpreter(file: str, wanted: str) -> str:
+    """What pytest prints of the tests in a file that ``wanted`` selects, run in Triton's interpreter.
+
+    Triton decides that as it defines a kernel, so it takes a process of its own.
+    """
+    options = ("-q", "-p", "no:cacheprovider", "-k", wanted)
+    return python("-m", "pytest", *options, file, cwd=ROOT, timeout=None, TRITON_INTERPRET="1")

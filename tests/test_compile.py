@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
 import torch.nn.functional as F
+from cases import BESIDE_TORCH as OPS
 from cases import randn
 from isolated import run
 from torch.library import opcheck
@@ -13,7 +14,6 @@ from torch.library import opcheck
 import minikernel
 from minikernel import log_softmax, softmax
 
-OPS = {"softmax": (softmax, F.softmax), "log_softmax": (log_softmax, F.log_softmax)}
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cases import GPU_BACKENDS, OPS, Exporter, mismatch, randn, reference
+from cases import GPU_BACKENDS, OPS, Bare, Exporter, mismatch, randn, reference
 
 import minikernel
 from minikernel import BackendError, explain, log_softmax, softmax
@@ -136,19 +136,6 @@ def test_masked_arrays_are_refused_even_after_a_plain_one():
     softmax(np.ones((2, 3)))
     with pytest.raises(TypeError, match="mask"):
         softmax(np.ma.masked_array(np.ones((2, 3)), mask=[[0, 1, 0]] * 2))
-
-
-class Bare:
-    """DLPack and not a word on whose it is."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
 
 
 def test_dlpack_without_a_namespace_gives_numpy():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import BESIDE_TORCH as OPS
 from cases import randn
+from isolated import in_the_interpreter
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +19,6 @@ import minikernel
 from minikernel import Backend, BackendError, Kernel, Problem, log_softmax, softmax
 from minikernel.problem import BACKWARD
 
-OPS = {"softmax": (softmax, F.softmax), "log_softmax": (log_softmax, F.log_softmax)}
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 #: Largest error of dx over the largest magnitude in its row, in units in the last place of its dtype.
 ULPS = 8
@@ -28,7 +26,7 @@ SHAPES = (
     ((3, 5), -1), ((7, 1), -1), ((4, 600), -1), ((37, 33), -1), ((5, 1025), -1), ((3, 4097), 1), ((2, 20_001), -1),
     ((2, 7, 9), 1), ((300, 40), 0), ((2, 1000, 24), 1), ((3, 2, 4, 5), -2), ((), 0), ((0, 3), 1), ((3, 0), 0),
 )  # fmt: skip
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by test_numerics_in_the_interpreter
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by test_triton_in_the_interpreter
 GRADIENT_BACKENDS = (
     pytest.param("numpy", "cpu", id="numpy"),
     pytest.param("cuda-fused", "cuda", id="cuda-fused", marks=pytest.mark.gpu),
@@ -394,15 +392,8 @@ def test_autocast_on_the_cpu_is_pytorch_s():
 
 
 def test_triton_in_the_interpreter():
-    """Its values, without a GPU: Triton decides as it is imported whether it is interpreted."""
+    """Its values, without a GPU."""
     pytest.importorskip("triton")
     if INTERPRETED:
         pytest.skip("this is that process")
-    wanted = "triton and (float64 or half or nan or layout)"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", wanted, __file__]
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=root, env=os.environ | {"TRITON_INTERPRET": "1"}
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    assert "passed" in in_the_interpreter(__file__, "triton and (float64 or half or nan or layout)")

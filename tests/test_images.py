@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
+from cases import CACHE_VARIABLE
 from isolated import run
 
 import minikernel
@@ -27,8 +27,7 @@ def cached(key, compile):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
-    monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     return user_cache.folder("kernels")
 
 
@@ -104,13 +103,8 @@ def test_a_cache_that_can_only_be_read_is_used(folder, monkeypatch):
     assert cached(KEY, never) == IMAGE
 
 
-def test_a_user_without_a_home_has_no_cache(folder, monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("LOCALAPPDATA", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_has_no_cache():
     assert cached(KEY, lambda: IMAGE) == IMAGE
 
 

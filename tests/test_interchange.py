@@ -5,25 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import KINDS, mismatch, randn, reference
+from cases import KINDS, Bare, mismatch, randn, reference
 from isolated import run
 
 from minikernel import explain, log_softmax, softmax
 
 DTYPES = ("float32", "float16", "bfloat16")
-
-
-class Bare:
-    """DLPack and not a word on whose it is."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ process of their own, which ``test_numerics_in_the_interpreter`` starts.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from isolated import in_the_interpreter
 
 from minikernel import driver
 from minikernel.backends import triton_fused
@@ -266,13 +266,7 @@ def test_numerics_in_the_interpreter() -> None:
     pytest.importorskip("torch")
     if INTERPRETED:
         pytest.skip("this is that process")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
-    root = Path(triton_fused.__file__).resolve().parents[2]
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    assert "passed" in in_the_interpreter(__file__, "interpreted")
 
 
 def reference(x: np.ndarray, op: str = "softmax") -> np.ndarray:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import DTYPES, GPU_BACKENDS
+from cases import CACHE_VARIABLE, DTYPES, GPU_BACKENDS
 from hypothesis import given
 from hypothesis import strategies as st
 from isolated import ROOT, run
@@ -246,8 +246,7 @@ def test_a_file_is_named_after_the_model(model, name):
 def folders(tmp_path, monkeypatch):
     """The folder of the user's own tables, and that of those that are shipped; neither exists."""
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
-    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
-    monkeypatch.setenv(variable, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return user_cache.folder("tables"), tmp_path / "shipped"
 
 
@@ -330,13 +329,7 @@ def test_where_a_user_s_tables_lie(monkeypatch, tmp_path):
     assert user_cache.folder("tables") == tmp_path / "local" / "minikernel" / "tables"
 
 
-def test_a_user_without_a_home_has_no_table_of_their_own(folders, monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("LOCALAPPDATA", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
+def test_a_user_without_a_home_has_no_table_of_their_own(folders, homeless):
     path = put(folders[1], TABLE.dumps())
     assert tuned.search(GPU) == Found(TABLE, path)
 
