@@ -386,6 +386,7 @@ def _bind_recorded(
         return lambda x: _call(op, framework.cast(x, wanted), dim, backend, wanted, None, {})
     run_backward = None
     if request.problem is None:
+        dispatch.requested(backend)
         forward = _whole_call(framework, request)
     else:
         recorded = replace(request.problem, recorded=True)

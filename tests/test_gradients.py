@@ -391,6 +391,12 @@ def test_autocast_on_the_cpu_is_pytorch_s():
             assert log_softmax(x).dtype == F.log_softmax(x, -1).dtype
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_wrong_name_is_an_error_for_an_empty_tensor_too(recorded):
+    with pytest.raises(ValueError, match="no backend is named 'nonsense'"):
+        softmax(torch.zeros(0, 3, requires_grad=recorded), backend="nonsense")
+
+
 def test_triton_in_the_interpreter():
     """Its values, without a GPU."""
     pytest.importorskip("triton")
