@@ -7,6 +7,7 @@ CuPy's own launcher has neither clusters, cooperative grids nor programmatic dep
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -204,6 +205,7 @@ class Launch:
             has ended, and waits (``griddepcontrol.wait``) before it touches memory.
         scratch: Bytes of device memory each call needs beside its output.
         inputs: Arrays that it reads. A second one takes the place of scratch memory.
+        more: What each call brings besides, a letter each: ``P`` an address, ``f`` a float, ``d`` a double.
     """
 
     grid: int
@@ -214,6 +216,7 @@ class Launch:
     overlap: bool = False
     scratch: int = 0
     inputs: int = 1
+    more: str = ""
 
     def attributes(self) -> list[tuple[int, Any]]:
         found: list[tuple[int, Any]] = []
@@ -265,8 +268,9 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
     """Make a compiled function callable.
 
     Args:
-        function: ``CUfunction`` handle of a kernel with the parameters ``(x, out, [scratch,] *constants)``;
-            ``scratch`` is there if ``launch.scratch`` isn't 0 or there is a second input.
+        function: ``CUfunction`` handle of a kernel with the parameters ``(x, out, [scratch,] *more, *constants)``;
+            ``scratch`` is there if ``launch.scratch`` isn't 0 or there is a second input, ``more`` as ``launch.more``
+            says.
         index: Ordinal of the device that the function was loaded on.
         launch: How to start it.
         constants: The remaining parameters, as ctypes values.
@@ -279,9 +283,9 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
     null_at = ctypes.addressof(null)
 
     def new_frame() -> tuple[memoryview, memoryview, int, int, list[Any]]:
-        slots = (ctypes.c_uint64 * 3)()
+        slots = (ctypes.c_uint64 * (3 + len(launch.more)))()
         values = list(constants)
-        addresses = [ctypes.addressof(slots) + 8 * i for i in range(pointers)]
+        addresses = [ctypes.addressof(slots) + 8 * i for i in (*range(pointers), *range(3, len(slots)))]
         addresses += [ctypes.addressof(value) for value in values]
         params = (ctypes.c_void_p * (len(addresses) + 2))(*addresses, null_at, null_at)
         array = (_Attribute * max(1, len(attributes)))()
@@ -314,7 +318,11 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
         _check_fit(function, launch, index, idle[0][2])
     launch_kernel = cuda.cuLaunchKernelEx
 
-    def run(x: int, out: int, stream: int, scratch: int) -> None:
+    def write_more(slots: memoryview, more: Sequence[float]) -> None:
+        for i, (letter, value) in enumerate(zip(launch.more, more, strict=True), 3):
+            slots[i] = int(value) if letter == "P" else int.from_bytes(struct.pack(f"<{letter}", value), "little")
+
+    def run(x: int, out: int, stream: int, scratch: int, *more: float) -> None:
         try:
             frame = idle.pop()
         except IndexError:
@@ -324,6 +332,8 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
         slots[1] = out
         if scratch:
             slots[2] = scratch
+        if more:
+            write_more(slots, more)
         config[_STREAM_WORD] = stream
         code = launch_kernel(config_at, function, params_at, None)
         if code == _INVALID_CONTEXT:  # this thread's first act on the GPU

@@ -13,7 +13,38 @@ OPS = ("softmax", "log_softmax")
 #: The gradient of each: from y, the output, and dy, the gradient of what follows, to dx. Of softmax it is
 #: y * (dy - sum(dy * y)), of log-softmax dy - exp(y) * sum(dy).
 BACKWARD = {"softmax": "softmax_backward", "log_softmax": "log_softmax_backward"}
-ALL_OPS = (*OPS, *BACKWARD.values())
+#: The k largest of softmax's results, and where they are.
+TOPK = "softmax_topk"
+ALL_OPS = (*OPS, *BACKWARD.values(), TOPK)
+#: What may be fused with an operation and its gradient, by the names of the arguments.
+FEATURES = ("scale", "mask", "causal")
+#: Most results that :data:`TOPK` gives of a row.
+MOST_K = 64
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Where a boolean mask, broadcast to the input's shape, lies: one byte an element, nonzero keeps.
+
+    Attributes:
+        outer: Extents and strides of the axes before the reduced one, slowest first. Their extents multiply to the
+            problem's ``outer``; axes of extent 1 are left out, and neighbors with one stride are merged.
+        col: Stride over the reduced axis.
+        inner: As ``outer``, for the axes behind it.
+        offset: The address modulo 16 bytes.
+
+    Strides count bytes; 0 where the mask is broadcast.
+    """
+
+    outer: tuple[tuple[int, int], ...]
+    col: int
+    inner: tuple[tuple[int, int], ...]
+    offset: int = 0
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """Extents and strides of all axes but the reduced one: a row's number counts over them."""
+        return self.outer + self.inner
 
 
 @dataclass(frozen=True)
@@ -34,6 +65,11 @@ class Problem:
         strides: The input's strides over the three axes, in elements.
         x_offset, out_offset: The two addresses modulo 16 bytes, the width of the widest access.
         recorded: Whether autograd records it, so that its backend must have the backward too.
+        scaled: Whether the input is multiplied by a number first; each call brings it.
+        mask: Which elements count: the others are as if they were -inf, whatever they are, and their gradient is 0.
+            None: all of them.
+        causal: Whether only the columns up to a row's own number, modulo ``cols``, count. Then ``inner`` is 1.
+        k: How many results of a row there are, in :data:`TOPK`: the output has as many columns.
     """
 
     op: str
@@ -48,11 +84,31 @@ class Problem:
     x_offset: int = 0
     out_offset: int = 0
     recorded: bool = False
+    scaled: bool = False
+    mask: Mask | None = None
+    causal: bool = False
+    k: int = 0
 
     @property
     def rows(self) -> int:
         """How many independent softmaxes there are."""
         return self.outer * self.inner
+
+    @property
+    def is_log(self) -> bool:
+        """Whether it is log-softmax or its gradient."""
+        return self.op.startswith("log_")
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a gradient."""
+        return self.op in BACKWARD.values()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What is fused with the operation, of :data:`FEATURES`."""
+        used = self.scaled, self.mask is not None, self.causal
+        return tuple(name for name, is_used in zip(FEATURES, used, strict=True) if is_used)
 
     def backward(self) -> Problem:
         """Its gradient's problem, on the same device."""
@@ -66,6 +122,9 @@ class Problem:
             self.cols,
             self.inner,
             (self.cols * self.inner, self.inner, 1),
+            scaled=self.scaled,
+            mask=self.mask,
+            causal=self.causal,
         )
 
 
@@ -79,8 +138,11 @@ class Kernel:
             On a CUDA device all four are integers: two addresses, a ``cudaStream_t``, and the address
             of ``scratch`` bytes (or 0). ``run`` queues its work on that stream and doesn't wait.
             Of a backward, ``x`` is ``y`` and the last argument is ``dy``, in the same form.
+            With features two arguments follow: the mask, an address or a boolean NumPy array whose axes are those of
+            ``Problem.mask`` (outer ones, cols, inner ones), 0 or None if there is none; and the scale, 1.0 if there
+            is none. In :data:`TOPK` one follows: where the indices go, int64 of the output's shape.
         scratch: Bytes of device memory that each call needs beside its output.
     """
 
-    run: Callable[[Any, Any, int, int], None]
+    run: Callable[..., None]
     scratch: int = 0

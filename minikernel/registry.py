@@ -11,7 +11,7 @@ from importlib import import_module
 from math import isfinite
 from typing import Any
 
-from .problem import ALL_OPS, BACKWARD, DTYPES, OPS, Kernel, Problem
+from .problem import ALL_OPS, BACKWARD, DTYPES, FEATURES, OPS, Kernel, Problem
 
 ENTRY_POINT_GROUP = "minikernel.backends"
 
@@ -74,8 +74,9 @@ class Backend:
         dtypes: Names of the input dtypes that it takes, of float16, bfloat16, float32, float64.
         prepare: Makes a :class:`Kernel` for a :class:`Problem`; called once for each distinct problem
             and cached. Raises :class:`BackendUnavailable` if the backend doesn't work here.
-        ops: Names of the operations it has: ``"softmax"``, ``"log_softmax"``, and for gradients
-            ``"softmax_backward"``, ``"log_softmax_backward"``.
+        ops: Names of the operations it has: ``"softmax"``, ``"log_softmax"``, for gradients
+            ``"softmax_backward"``, ``"log_softmax_backward"``, and ``"softmax_topk"``.
+        features: Names of what it fuses with them, of ``"scale"``, ``"mask"``, ``"causal"``.
         requires: The packages that it imports when it first runs.
         limits: What it won't take, in words, for people to read: limit name -> sentence.
         obstacles: Sentences saying why it can't run on this machine, beyond ``requires``; empty if it
@@ -90,6 +91,7 @@ class Backend:
     dtypes: tuple[str, ...]
     prepare: Callable[[Problem], Kernel]
     ops: tuple[str, ...] = OPS
+    features: tuple[str, ...] = ()
     requires: tuple[Requirement, ...] = ()
     limits: Mapping[str, str] = field(default_factory=dict)
     obstacles: Callable[[], list[str]] = _no_obstacles
@@ -106,8 +108,10 @@ class Backend:
             given = getattr(self, attribute)
             if not isinstance(given, tuple | list) or not given:
                 raise ValueError(f"{self.name}: {attribute} is a non-empty tuple of names; got {given!r}")
-            if unknown := [value for value in given if value not in known]:
-                raise ValueError(f"{self.name}: unknown {attribute} {unknown}; known are {list(known)}")
+            self._check_known(attribute, given, known)
+        if not isinstance(self.features, tuple | list):
+            raise ValueError(f"{self.name}: features is a tuple of names; got {self.features!r}")
+        self._check_known("features", self.features, FEATURES)
         needed = self.requires
         if not isinstance(needed, tuple | list) or not all(isinstance(r, Requirement) for r in needed):
             raise TypeError(f"{self.name}: requires must be a tuple of minikernel.Requirement; got {needed!r}")
@@ -118,6 +122,10 @@ class Backend:
         for attribute in ("prepare", "obstacles", "reasons"):
             if not callable(getattr(self, attribute)):
                 raise TypeError(f"{self.name}: {attribute} must be callable")
+
+    def _check_known(self, attribute: str, given: Iterable[str], known: Iterable[str]) -> None:
+        if unknown := [value for value in given if value not in known]:
+            raise ValueError(f"{self.name}: unknown {attribute} {unknown}; known are {list(known)}")
 
     def rules_out(self, problem: Problem) -> list[str]:
         """Why its declaration rules out this problem, on any machine; asks and probes nothing."""
@@ -131,6 +139,7 @@ class Backend:
             found.append(f"it has {', '.join(self.ops)}, not {problem.op}")
         elif problem.recorded and BACKWARD[problem.op] not in self.ops:
             found.append("it has no gradient, and the input requires grad")
+        found += [f"it has no {feature}=" for feature in problem.features if feature not in self.features]
         return found
 
     def missing(self) -> list[str]:
@@ -160,7 +169,7 @@ class BackendInfo:
         name: The backend's name.
         available: Whether it can run here.
         reasons: Why not, as sentences; empty when available.
-        devices, dtypes, ops, rank, limits: As the backend declares them.
+        devices, dtypes, ops, features, rank, limits: As the backend declares them.
     """
 
     name: str
@@ -169,6 +178,7 @@ class BackendInfo:
     devices: tuple[str, ...]
     dtypes: tuple[str, ...]
     ops: tuple[str, ...]
+    features: tuple[str, ...]
     rank: float
     limits: Mapping[str, str]
 
@@ -375,11 +385,12 @@ class Registry:
                 backend.devices,
                 backend.dtypes,
                 backend.ops,
+                backend.features,
                 backend.rank,
                 backend.limits,
             )
         for name, reason in self._broken.items():
-            found.setdefault(name, BackendInfo(name, False, (reason,), (), (), (), 1_000_000, {}))
+            found.setdefault(name, BackendInfo(name, False, (reason,), (), (), (), (), 1_000_000, {}))
         return found
 
     def __iter__(self) -> Iterator[Backend]:
