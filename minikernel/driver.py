@@ -269,8 +269,8 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
 
     Args:
         function: ``CUfunction`` handle of a kernel with the parameters ``(x, out, [scratch,] *more, *constants)``;
-            ``scratch`` is there if ``launch.scratch`` isn't 0 or there is a second input, ``more`` as ``launch.more``
-            says.
+            ``scratch`` is there if ``launch.scratch`` isn't 0 or there is a second input, and ``more`` is what
+            ``launch.more`` says.
         index: Ordinal of the device that the function was loaded on.
         launch: How to start it.
         constants: The remaining parameters, as ctypes values.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 #: Bytes an element, by the dtype names used throughout the library.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -138,9 +137,9 @@ class Kernel:
             On a CUDA device all four are integers: two addresses, a ``cudaStream_t``, and the address
             of ``scratch`` bytes (or 0). ``run`` queues its work on that stream and doesn't wait.
             Of a backward, ``x`` is ``y`` and the last argument is ``dy``, in the same form.
-            With features two arguments follow: the mask, an address or a boolean NumPy array whose axes are those of
-            ``Problem.mask`` (outer ones, cols, inner ones), 0 or None if there is none; and the scale, 1.0 if there
-            is none. In :data:`TOPK` one follows: where the indices go, int64 of the output's shape.
+            With features two arguments follow: the mask, an address or a boolean NumPy array whose axes are those
+            of ``Problem.mask`` (outer ones, cols, inner ones), 0 or None if there is none; and the scale, 1.0 if
+            there is none. In :data:`TOPK` one follows: where the indices go, int64 of the output's shape.
         scratch: Bytes of device memory that each call needs beside its output.
     """
 
