@@ -4,6 +4,21 @@
 
 #include "common.cuh"
 
+#ifndef SCORES
+#define SCORES 0
+#endif
+
+// What differences from the max are multiplied by: nothing, unless the kernel takes a scale (fused_scores.cuh). Behind the
+// subtraction, it costs no accuracy.
+struct Scale {
+#if SCORES
+    Acc by;
+    __device__ __forceinline__ Acc operator()(Acc difference) const { return difference * by; }
+#else
+    __device__ __forceinline__ Acc operator()(Acc difference) const { return difference; }
+#endif
+};
+
 // What is known of a part of a row: its max, and the sum of exp(x - max). A part that is empty, or saw nothing
 // but -inf, has sum 0 and contributes nothing.
 struct Partial {
@@ -15,7 +30,7 @@ struct Partial {
 // fused multiply-add where exp(x - shift) takes two instructions. What rounding does to the second product is the same
 // for all terms and the sum, as long as it's rounded by itself (__fmul_rn). Past 65536 it would be too much; but there
 // neighbors are hundreds apart, so that the terms are 0 and 1 at any scale, and 1 rounds nothing.
-constexpr bool kBase2 = sizeof(In) == 2 && sizeof(Out) == 2 && !LOG;
+constexpr bool kBase2 = sizeof(In) == 2 && sizeof(Out) == 2 && !LOG && !SCORES;
 constexpr float kLog2e = 1.44269504f;
 
 template <class T> __device__ __forceinline__ float scale_for(T, float) { return kLog2e; }
@@ -27,54 +42,57 @@ __device__ __forceinline__ float power_of_2(float x) {
     return y;
 }
 
-// exp(x - shift) for a row's x.
+// exp(x - shift) for a row's x, the difference scaled.
 struct Term {
-    Acc shift, scale;
+    Acc shift, factor;
+    Scale scale;
 
-    __device__ __forceinline__ explicit Term(Acc max) {
+    __device__ __forceinline__ Term(Acc max, Scale scale) : scale(scale) {
         shift = shift_for(max);
         if constexpr (kBase2) {
-            scale = scale_for(In(), shift);
-            shift = -__fmul_rn(shift, scale);
+            factor = scale_for(In(), shift);
+            shift = -__fmul_rn(shift, factor);
         }
     }
     __device__ __forceinline__ Acc operator()(Acc x) const {
         if constexpr (kBase2)
-            return power_of_2(fmaf(x, scale, shift));
+            return power_of_2(fmaf(x, factor, shift));
         else
-            return exponential(x - shift);
+            return exponential(scale(x - shift));
     }
     // For a sum only: by the hardware's exponential, whose rounded argument costs a term up to (shift - x) 2^-24 of
     // itself. In a sum that comes to less than 1e-6, as terms far below the max need a million others to matter.
     __device__ __forceinline__ Acc roughly(Acc x) const {
         if constexpr (!kBase2 && sizeof(Acc) == 4)
-            return __expf(x - shift);
+            return __expf(scale(x - shift));
         else
             return (*this)(x);
     }
 };
 
 // The factor that turns terms relative to one max into terms relative to a larger one.
-__device__ __forceinline__ Acc rescale(Acc from_max, Acc to_max) {
+__device__ __forceinline__ Acc rescale(Acc from_max, Acc to_max, Scale scale) {
     if constexpr (kBase2) {
-        const Term to(to_max);
-        return power_of_2(__fmul_rn(from_max, to.scale) + to.shift);
+        const Term to(to_max, scale);
+        return power_of_2(__fmul_rn(from_max, to.factor) + to.shift);
     } else
-        return exponential(from_max - shift_for(to_max));
+        return exponential(scale(from_max - shift_for(to_max)));
 }
 
-__device__ __forceinline__ Partial merge(Partial a, Partial b) {
+__device__ __forceinline__ Partial merge(Partial a, Partial b, Scale scale) {
     const Acc max = fmax(a.max, b.max);
-    return {max, a.sum * rescale(a.max, max) + b.sum * rescale(b.max, max)};
+    return {max, a.sum * rescale(a.max, max, scale) + b.sum * rescale(b.max, max, scale)};
 }
 
 // From x to the output, once the whole row's max and sum are known.
 struct Finish {
     Term term;
-    Acc factor;  // softmax: term(x) * factor; log-softmax: x - shift - factor
+    Acc factor;  // softmax: term(x) * factor; log-softmax: x - shift, scaled, - factor
 
-    __device__ explicit Finish(Partial row) : term(row.max), factor(LOG ? log(row.sum) : 1 / row.sum) {}
-    __device__ Acc operator()(Acc x) const { return LOG ? x - term.shift - factor : term(x) * factor; }
+    __device__ Finish(Partial row, Scale scale) : term(row.max, scale), factor(LOG ? log(row.sum) : 1 / row.sum) {}
+    __device__ Acc operator()(Acc x) const {
+        return LOG ? term.scale(x - term.shift) - factor : term(x) * factor;
+    }
 };
 
 template <int N> __device__ __forceinline__ Acc max_over_lanes(Acc value) {
@@ -91,26 +109,26 @@ template <int N> __device__ __forceinline__ Acc sum_over_lanes(Acc value) {
 
 // Each of N neighboring lanes brings a partial and gets them all merged: the max first, then one rescaling each,
 // which takes fewer exponentials than merging pair by pair.
-template <int N> __device__ __forceinline__ Partial merge_over_lanes(Partial mine) {
+template <int N> __device__ __forceinline__ Partial merge_over_lanes(Partial mine, Scale scale) {
     const Acc max = max_over_lanes<N>(mine.max);
-    return {max, sum_over_lanes<N>(mine.sum * rescale(mine.max, max))};
+    return {max, sum_over_lanes<N>(mine.sum * rescale(mine.max, max, scale))};
 }
 
 // `read(i)` for i < count, merged by a warp; all its lanes get the result.
-template <class Read> __device__ __forceinline__ Partial merge_list(int count, Read read) {
+template <class Read> __device__ __forceinline__ Partial merge_list(int count, Scale scale, Read read) {
     const int lane = threadIdx.x % 32;
     Partial mine = lane < count ? read(lane) : Partial::empty();
 #pragma unroll 1
-    for (int i = lane + 32; i < count; i += 32) mine = merge(mine, read(i));
-    return merge_over_lanes<32>(mine);
+    for (int i = lane + 32; i < count; i += 32) mine = merge(mine, read(i), scale);
+    return merge_over_lanes<32>(mine, scale);
 }
 
 // Across all warps of the block: each warp's lane 0 leaves its result in `slots`, which has a place a warp, and
 // after one barrier every warp reads them all. A field of `slots` may be used once.
-__device__ __forceinline__ Partial merge_over_block(Partial of_warp, Partial* slots) {
+__device__ __forceinline__ Partial merge_over_block(Partial of_warp, Partial* slots, Scale scale) {
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = of_warp;
     __syncthreads();
-    return merge_list(blockDim.x / 32, [&](int i) { return slots[i]; });
+    return merge_list(blockDim.x / 32, scale, [&](int i) { return slots[i]; });
 }
 __device__ __forceinline__ Acc max_over_block(Acc of_warp, Partial* slots) {
     const int lane = threadIdx.x % 32;
@@ -160,8 +178,9 @@ __device__ __forceinline__ void store_in_block(uint there, double value) {
 // all reads are local and a block may exit without being missed.
 struct Cluster {
     Partial* slots;  // shared; one a block
+    Scale scale;
 
-    __device__ explicit Cluster(Partial* slots) : slots(slots) {
+    __device__ Cluster(Partial* slots, Scale scale) : slots(slots), scale(scale) {
         cluster_arrive_first();  // a block that hasn't started can't be written to: merge waits
     }
     __device__ Partial merge(Partial mine) {
@@ -173,7 +192,7 @@ struct Cluster {
         }
         cluster_arrive();
         cluster_wait();
-        return merge_list(CLUSTER, [&](int i) { return slots[i]; });
+        return merge_list(CLUSTER, scale, [&](int i) { return slots[i]; });
     }
 };
 #endif
@@ -183,6 +202,7 @@ struct Cluster {
 struct Grid {
     Partial* partials;  // in global memory; one a block
     uint parts;         // neighboring blocks that share a row
+    Scale scale;
 
     __device__ Partial merge(Partial mine) {
         __shared__ Partial merged;
@@ -190,11 +210,11 @@ struct Grid {
         wait_for_all();
         const volatile Partial* row = partials + blockIdx.x / parts * parts;
         auto read = [&](int i) { return Partial{row[i].max, row[i].sum}; };
-        if (parts <= 32) return merge_list(parts, read);
+        if (parts <= 32) return merge_list(parts, scale, read);
         // Where so many blocks share the row, one warp reads for its block: if all did, they'd queue for the same few
         // lines of the L2 cache.
         if (threadIdx.x < 32) {
-            const Partial found = merge_list(parts, read);
+            const Partial found = merge_list(parts, scale, read);
             if (threadIdx.x == 0) merged = found;
         }
         __syncthreads();

@@ -4,41 +4,41 @@
 // take in turn. It goes through y and dy twice, for the sums and for the gradient. Macros beside those of common.cuh:
 //   WIDE    elements a pack, each of another row: 16 bytes of input, or 1
 //   LANES   threads side by side along the rows, a power of two up to 32
+// and those of fused_scores.cuh.
 
 #include "common.cuh"
+#include "fused_gradient.cuh"
 #include "fused_memory.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kGroups = kThreads / LANES;
 // Columns whose loads are in flight at once.
-constexpr int kAtOnce = sizeof(Acc) == 8 ? 2 : 4;
+constexpr int kAtOnce = sizeof(Acc) == 8 || MASK == 1 ? 2 : 4;
 
-__device__ __forceinline__ Acc term(Acc y, Acc dy) { return LOG ? dy : dy * y; }
-__device__ __forceinline__ Acc gradient(Acc y, Acc dy, Acc sum) {
-    return LOG ? dy - exponential(y) * sum : y * (dy - sum);
-}
-
-// take(place, y's pack, dy's pack) for a thread's columns: one of every kGroups from `first` on.
+// take(column, y's pack, dy's pack, the mask's) for a thread's columns: one of every kGroups from `first` on.
 template <class Take>
 __device__ __forceinline__ void for_each_column(const In* y, const In* dy, const Layout& layout, long long first,
-                                                Take take) {
+                                                const Screen<true>& screen, Take take) {
     for (long long base = first; base < layout.cols; base += kGroups * kAtOnce) {
         Pack<In> ys[kAtOnce], dys[kAtOnce];
+        Keep keeps[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            const long long at = (base + i * kGroups) * layout.inner;
-            load(ys[i], y + at, base + i * kGroups < layout.cols);
-            load(dys[i], dy + at, base + i * kGroups < layout.cols);
+            const long long col = base + i * kGroups;
+            load(ys[i], y + col * layout.inner, col < layout.cols);
+            load(dys[i], dy + col * layout.inner, col < layout.cols);
+            keeps[i] = screen.keep(col, col < layout.cols);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i)
-            if (base + i * kGroups < layout.cols) take((base + i * kGroups) * layout.inner, ys[i], dys[i]);
+            if (base + i * kGroups < layout.cols) take(base + i * kGroups, ys[i], dys[i], keeps[i]);
     }
 }
 
 // tiles: tiles side by side along the rows.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    softmax_backward_columns(const In* y, Out* dx, const In* dy, Layout layout, int tiles) {
+    softmax_backward_columns(const In* y, Out* dx, const In* dy, SCORES_PARAMETERS Layout layout, int tiles) {
+    const Scores scores = SCORES_ARGUMENTS;
     __shared__ Acc partials[kGroups][LANES * kWide + 1];
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     wait_for_predecessor();
@@ -47,16 +47,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const long long row = (block % tiles * LANES + lane) * kWide;
         const bool in_range = row < layout.inner;
         const long long first = in_range ? group : layout.cols;
-        const long long start = block / tiles * layout.cols * layout.inner + (in_range ? row : 0);
+        const long long plane = block / tiles, start = plane * layout.cols * layout.inner + (in_range ? row : 0);
+        const Screen<true> screen = scores.screen<true>(plane * layout.inner + (in_range ? row : 0), layout.cols);
 
         Acc sums[kWide], lost[kWide];
 #pragma unroll
         for (int i = 0; i < kWide; ++i) sums[i] = lost[i] = 0;
-        for_each_column(y + start, dy + start, layout, first,
-                        [&](long long, const Pack<In>& y_pack, const Pack<In>& dy_pack) {
+        for_each_column(y + start, dy + start, layout, first, screen,
+                        [&](long long col, const Pack<In>& y_pack, const Pack<In>& dy_pack, const Keep& keep) {
 #pragma unroll
                             for (int i = 0; i < kWide; ++i)
-                                add(sums[i], lost[i], term(element(y_pack, i), element(dy_pack, i)));
+                                add(sums[i], lost[i],
+                                    term(element(y_pack, i), element(dy_pack, i), screen.counts(keep, col, i)));
                         });
 #pragma unroll
         for (int i = 0; i < kWide; ++i) partials[group][lane * kWide + i] = sums[i];
@@ -69,12 +71,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kWide; ++i) sums[i] = partials[0][lane * kWide + i];
-        for_each_column(y + start, dy + start, layout, first,
-                        [&](long long at, const Pack<In>& y_pack, const Pack<In>& dy_pack) {
+        for_each_column(y + start, dy + start, layout, first, screen,
+                        [&](long long col, const Pack<In>& y_pack, const Pack<In>& dy_pack, const Keep& keep) {
                             Pack<Out> result;
-                            fill(result,
-                                 [&](int i) { return gradient(element(y_pack, i), element(dy_pack, i), sums[i]); });
-                            store(dx + start + at, result);
+                            fill(result, [&](int i) {
+                                return gradient(element(y_pack, i), element(dy_pack, i), sums[i],
+                                                screen.counts(keep, col, i), scores);
+                            });
+                            store(dx + start + col * layout.inner, result);
                         });
         __syncthreads();  // before the next tile's partials
     }

@@ -18,6 +18,7 @@
 //   WIDE       elements a pack: 16 bytes of input, or 1
 //   CONGRUENT  1: input and output are in step, so that the packs of both are aligned
 //   THREADS, BLOCKS   most threads a block, fewest blocks a multiprocessor: the register budget
+// and those of fused_scores.cuh, for a scale, a mask and causality.
 //
 // What that comes to for float32 on an H200 (minikernel/backends/cuda_fused.py chooses):
 //   65536 x 128      TEAM 16, VECTORS 2                             8 rows a block of 128 threads
@@ -29,6 +30,7 @@
 
 #include "common.cuh"
 #include "fused_memory.cuh"
+#include "fused_scores.cuh"
 #include "fused_team.cuh"
 
 constexpr int kLanes = TEAM ? TEAM : 32;
@@ -78,13 +80,15 @@ __device__ __forceinline__ Acc sum_of(const Pack<In>& pack, const Term& term) {
 
 // What one thread knows of its part of the row: the online update of Milakov & Gimelshein, algorithm 3.
 struct Running {
+    Scale scale;
     Partial partial = Partial::empty();
     Acc lost = 0;
 
+    __device__ __forceinline__ explicit Running(Scale scale) : scale(scale) {}
     __device__ __forceinline__ void raise_max(Acc max) {
-        const Acc scale = rescale(partial.max, max);
-        partial = {max, partial.sum * scale};
-        if constexpr (STREAMED) lost *= scale;
+        const Acc factor = rescale(partial.max, max, scale);
+        partial = {max, partial.sum * factor};
+        if constexpr (STREAMED) lost *= factor;
     }
     __device__ __forceinline__ void add_terms(Acc sum) {
         if constexpr (STREAMED)  // any number of them: compensated
@@ -98,7 +102,7 @@ struct Running {
 #pragma unroll
         for (int v = 0; v < N; ++v) max = max_of(packs[v], max);
         raise_max(max);
-        const Term term(max);
+        const Term term(max, scale);
         Acc sum = 0;
 #pragma unroll
         for (int v = 0; v < N; ++v) sum += sum_of(packs[v], term);
@@ -106,7 +110,7 @@ struct Running {
     }
     __device__ __forceinline__ void take(Acc single) {
         raise_max(fmax(partial.max, single));
-        add_terms(Term(partial.max).roughly(single));
+        add_terms(Term(partial.max, scale).roughly(single));
     }
 };
 
@@ -116,11 +120,46 @@ __device__ __forceinline__ Pack<Out> finish_pack(const Finish& finish, const Pac
     return result;
 }
 
+// A pack of the row, as the softmax is to see it.
+__device__ __forceinline__ Pack<In> read_screened(const In* row, long long col, const Screen<false>& screen) {
+    Pack<In> pack = empty_pack();
+    const bool wanted = screen.reaches(col);
+    load(pack, row + col, wanted);
+    const Keep keep = screen.keep(col, wanted);
+    if (wanted) screen.apply(pack, keep, col);
+    return pack;
+}
+
+// Into a thread's slots from `begin` up to `stop`, by way of registers; slot 0's pack is at `col`. A few at a time, so
+// that their loads are in flight together.
+__device__ __forceinline__ void load_screened(Pack<In>* slots, int begin, int stop, const In* row, long long col,
+                                              const Screen<false>& screen) {
+    constexpr int kAtOnce = MASK == 1 ? 1 : 2;
+    for (int v = begin; v < stop; v += kAtOnce) {
+        Pack<In> packs[kAtOnce];
+        Keep keeps[kAtOnce];
+        auto at = [&](int i) { return col + (v + i) * 32 * kWide; };
+        auto wanted = [&](int i) { return v + i < stop && screen.reaches(at(i)); };
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            packs[i] = empty_pack();
+            load(packs[i], row + at(i), wanted(i));
+            keeps[i] = screen.keep(at(i), wanted(i));
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (wanted(i)) screen.apply(packs[i], keeps[i], at(i));
+            if (v + i < stop) slots[(v + i) * blockDim.x] = packs[i];
+        }
+    }
+}
+
 // Softmax of one part of a row, or by lanes of a warp of several short rows. `others` stands for the blocks that have
 // the other parts: Alone, Cluster or Grid of fused_team.cuh.
 template <class Others>
-__device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Layout& layout, int shared_vectors,
-                                                long long row, uint part, uint parts, Others& others) {
+__device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Layout& layout, const Scores& scores,
+                                                int shared_vectors, long long row, uint part, uint parts,
+                                                Others& others) {
     // Whole lines, also behind variables: otherwise each access of a warp touches one line more.
     extern __shared__ __align__(128) char memory[];
     __shared__ Partial warp_slots[32];
@@ -133,34 +172,45 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
     const In* in = x + (in_range ? row : 0) * layout.x_outer;
     Out* to = out + (in_range ? row : 0) * layout.cols;
     const Span<kPeel> span(in, to, layout.cols);
+    const Screen<false> screen = scores.screen<false>(in_range ? row : 0, layout.cols);
+    const Scale scale = scores.abs_scale();
 
     // This block's vectors of the row: whole lines, so that no two blocks read the same one.
     const uint share = CLUSTER > 1 || GRID ? (span.vectors + parts * 8 - 1) / (parts * 8) * 8 : span.vectors;
     const uint begin = min(part * share, span.vectors);
     const uint count = in_range ? min(share, span.vectors - begin) : 0;
-    const In* in_part = in + span.head + (long long)begin * kWide;
-    Out* to_part = to + span.head + (long long)begin * kWide;
+    const long long part_col = span.head + (long long)begin * kWide;
+    const In* in_part = in + part_col;
+    Out* to_part = to + part_col;
 
     // Of these, each warp holds a contiguous run: DRAM likes that better than a stride of the whole block.
     const uint held = VECTORS + (SHARED ? shared_vectors : 0);
     const uint first = (TEAM ? 0 : threadIdx.x / 32 * held * 32) + lane;
     const int left = int(count) - int(first);  // the thread has its vector v if v * kLanes < left
+    const long long run_col = part_col + (long long)first * kWide;
     const In* in_run = in_part + (long long)first * kWide;
     Out* to_run = to_part + (long long)first * kWide;
 
     Pack<In> packs[VECTORS];
+    Keep keeps[VECTORS];
+    auto wanted = [&](int v) { return v * kLanes < left && screen.reaches(run_col + v * kLanes * kWide); };
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         packs[v] = empty_pack();
-        load(packs[v], in_run + v * kLanes * kWide, v * kLanes < left);
+        load(packs[v], in_run + v * kLanes * kWide, wanted(v));
+        keeps[v] = screen.keep(run_col + v * kLanes * kWide, wanted(v));
     }
     // Of its slots in shared memory, the thread fills the first few.
     const int held_slots = min(shared_vectors, max(0, (left + 31) / 32 - VECTORS));
     const int group = (shared_vectors + kGroups - 1) / kGroups;
     if constexpr (SHARED)
         for (int g = 0; g < kGroups; ++g) {
-            for (int v = g * group; v < min(held_slots, (g + 1) * group); ++v)
-                load_async(slots + v * blockDim.x, in_run + (VECTORS + v) * 32 * kWide);
+            const int stop = min(held_slots, (g + 1) * group);
+            if constexpr (SCORES)
+                load_screened(slots, g * group, stop, in, run_col + VECTORS * 32 * kWide, screen);
+            else
+                for (int v = g * group; v < stop; ++v)
+                    load_async(slots + v * blockDim.x, in_run + (VECTORS + v) * 32 * kWide);
             end_group();
         }
     // The elements outside the packs; rows that begin and end at a pack have none.
@@ -171,10 +221,14 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
 #pragma unroll
         for (int s = 0; s < kSingles; ++s) {
             const long long at = span.single(member + s * kLanes);
-            singles[s] = at >= 0 ? to_acc(in[at]) : lowest(Acc());
+            singles[s] = at >= 0 ? screen.apply(to_acc(in[at]), at) : lowest(Acc());
             singles_to[s] = at >= 0 ? to + at : nullptr;
         }
     let_successor_start();
+    if constexpr (SCORES)
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v)
+            if (wanted(v)) screen.apply(packs[v], keeps[v], run_col + v * kLanes * kWide);
 
     Partial row_partial;
     Acc terms[kKeepTerms ? VECTORS * kWide : 1];
@@ -188,7 +242,7 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
         max = max_over_lanes<kLanes>(max);
         row_partial.max = TEAM ? max : max_over_block(max, warp_slots);
 
-        const Term term(row_partial.max);
+        const Term term(row_partial.max, scale);
         Acc sum = 0;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
@@ -207,7 +261,7 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
         row_partial.sum = TEAM ? sum : sum_over_block(sum, warp_slots);
     } else {
         // What this thread holds, as it arrives; then what is too much to hold.
-        Running mine;
+        Running mine(scale);
 #pragma unroll
         for (int c = 0; c + kChunk <= VECTORS; c += kChunk) mine.take<kChunk>(packs + c);
         if constexpr (VECTORS % kChunk) mine.take<VECTORS % kChunk>(packs + VECTORS / kChunk * kChunk);
@@ -235,16 +289,15 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
             for (int s = 0; s < kSingles; ++s) mine.take(singles[s]);
         if constexpr (STREAMED)
             for (uint at = held * members + member; at < count; at += members) {
-                Pack<In> pack;
-                load(pack, in_part + (long long)at * kWide, true);
+                const Pack<In> pack = read_screened(in, part_col + (long long)at * kWide, screen);
                 mine.take<1>(&pack);
             }
 
-        row_partial = merge_over_lanes<kLanes>(mine.partial);
-        if constexpr (!TEAM) row_partial = merge_over_block(row_partial, warp_slots);
+        row_partial = merge_over_lanes<kLanes>(mine.partial, scale);
+        if constexpr (!TEAM) row_partial = merge_over_block(row_partial, warp_slots, scale);
         row_partial = others.merge(row_partial);
     }
-    const Finish finish(row_partial);
+    const Finish finish(row_partial, scale);
 
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
@@ -270,8 +323,7 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
     }
     if constexpr (STREAMED)
         for (uint at = held * members + member; at < count; at += members) {
-            Pack<In> pack;
-            load(pack, in_part + (long long)at * kWide, true);
+            const Pack<In> pack = read_screened(in, part_col + (long long)at * kWide, screen);
             store(to_part + (long long)at * kWide, finish_pack(finish, pack));
         }
     if (has_singles)
@@ -285,20 +337,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #if GRID
                   Partial* scratch,
 #endif
-                  Layout layout, int shared_vectors) {
+                  SCORES_PARAMETERS Layout layout, int shared_vectors) {
+    const Scores scores = SCORES_ARGUMENTS;
 #if CLUSTER > 1
     __shared__ Partial block_slots[CLUSTER];
-    Cluster cluster(block_slots);
-    wait_for_predecessor();
-    softmax_of_part(x, out, layout, shared_vectors, blockIdx.x / CLUSTER, block_in_cluster(), CLUSTER, cluster);
+    Cluster others(block_slots, scores.abs_scale());
+    const uint part = block_in_cluster(), parts = CLUSTER;
 #elif GRID
-    wait_for_predecessor();
-    Grid grid{scratch, gridDim.x / uint(layout.rows)};
-    softmax_of_part(x, out, layout, shared_vectors, blockIdx.x / grid.parts, blockIdx.x % grid.parts, grid.parts, grid);
+    const uint parts = gridDim.x / uint(layout.rows), part = blockIdx.x % parts;
+    Grid others{scratch, parts, scores.abs_scale()};
 #else
-    wait_for_predecessor();
-    const long long row = TEAM ? ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kLanes : blockIdx.x;
-    Alone alone;
-    softmax_of_part(x, out, layout, shared_vectors, row, 0, 1, alone);
+    Alone others;
+    constexpr uint part = 0, parts = 1;
 #endif
+    wait_for_predecessor();
+    const long long row = TEAM ? ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kLanes : blockIdx.x / parts;
+    softmax_of_part(x, out, layout, scores, shared_vectors, row, part, parts, others);
 }

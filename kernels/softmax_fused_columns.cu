@@ -26,9 +26,11 @@
 //   TURN      1: the input is (rows, cols) with its rows side by side
 //   ALIGNED   1: rows of a turned output begin at multiples of 16 bytes
 //   THREADS, BLOCKS   most threads a block, fewest blocks a multiprocessor: the register budget
+// and those of fused_scores.cuh, for a scale, a mask and causality.
 
 #include "common.cuh"
 #include "fused_memory.cuh"
+#include "fused_scores.cuh"
 #include "fused_team.cuh"
 
 // The loads into shared memory come in groups, so that work on the first starts before the last has arrived.
@@ -93,15 +95,17 @@ template <class T> __device__ __forceinline__ void raise(Pack<T>& raised, const 
 }
 
 // The partial's sum, relative to another max.
-__device__ __forceinline__ Acc sum_at(Partial partial, Acc max) { return partial.sum * rescale(partial.max, max); }
+__device__ __forceinline__ Acc sum_at(Partial partial, Acc max, Scale scale) {
+    return partial.sum * rescale(partial.max, max, scale);
+}
 
 // Across the lanes of a warp that have the same rows: every LANES-th.
-__device__ __forceinline__ Partial merge_over_warp(Partial mine) {
+__device__ __forceinline__ Partial merge_over_warp(Partial mine, Scale scale) {
     Acc max = mine.max;
 #pragma unroll
     for (int distance = LANES; distance < 32; distance *= 2)
         max = fmax(max, __shfl_xor_sync(0xffffffff, max, distance));
-    Acc sum = LANES < 32 ? sum_at(mine, max) : mine.sum;
+    Acc sum = LANES < 32 ? sum_at(mine, max, scale) : mine.sum;
 #pragma unroll
     for (int distance = LANES; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
     return {max, sum};
@@ -109,11 +113,11 @@ __device__ __forceinline__ Partial merge_over_warp(Partial mine) {
 
 // `count` partials of one row, `step` apart, by kMergers neighboring lanes, which all get the result.
 constexpr int kMergers = 8;
-__device__ __forceinline__ Partial merge_column(const Partial* partials, int count, int step) {
+__device__ __forceinline__ Partial merge_column(const Partial* partials, int count, int step, Scale scale) {
     Partial mine = Partial::empty();
 #pragma unroll 1
-    for (int i = threadIdx.x % kMergers; i < count; i += kMergers) mine = merge(mine, partials[i * step]);
-    return merge_over_lanes<kMergers>(mine);
+    for (int i = threadIdx.x % kMergers; i < count; i += kMergers) mine = merge(mine, partials[i * step], scale);
+    return merge_over_lanes<kMergers>(mine, scale);
 }
 
 // merge_row(row, wanted) by kMergers lanes for each row of a tile. All threads take part, as lanes exchange what they
@@ -136,10 +140,11 @@ __device__ __forceinline__ uint blocks_in_cluster() {
 
 // What one thread knows of its columns of each of its rows: the online update of Milakov & Gimelshein, algorithm 3.
 struct RunningRows {
+    Scale scale;
     Pack<In> top = empty_pack();
     Each<Acc> sums;
 
-    __device__ __forceinline__ RunningRows() {
+    __device__ __forceinline__ explicit RunningRows(Scale scale) : scale(scale) {
 #pragma unroll
         for (int i = 0; i < kWide; ++i) sums[i] = 0;
     }
@@ -154,8 +159,8 @@ struct RunningRows {
             Each<Term> terms;
 #pragma unroll
             for (int i = first; i < first + kAtOnce; ++i) {
-                terms[i] = Term(element(top, i));
-                sums[i] *= rescale(element(before, i), element(top, i));
+                terms[i] = Term(element(top, i), scale);
+                sums[i] *= rescale(element(before, i), element(top, i), scale);
             }
 #pragma unroll UNROLL
             for (int v = begin; v < end; ++v) {
@@ -167,21 +172,30 @@ struct RunningRows {
     }
 };
 
-// Into slots of shared memory, `step` apart; `from(v)` is the v-th pack.
-template <class From>
-__device__ __forceinline__ void load_slots(Pack<In>* slots, int step, int begin, int end, From from) {
-    if constexpr (kAsync) {
+// Into slots of shared memory, `step` apart; `from(v)` is the v-th pack, at the column `at(v)`.
+template <class From, class At>
+__device__ __forceinline__ void load_slots(Pack<In>* slots, int step, int begin, int end, const Screen<true>& screen,
+                                           From from, At at) {
+    if constexpr (kAsync && !SCORES) {
 #pragma unroll 2
         for (int v = begin; v < end; ++v) load_async(slots + v * step, from(v));
     } else {
         constexpr int kAtOnce = 32 / sizeof(Pack<In>);
         for (int v = begin; v < end; v += kAtOnce) {
             Pack<In> packs[kAtOnce];
+            Keep keeps[kAtOnce];
+            auto wanted = [&](int i) { return v + i < end && screen.reaches(at(v + i)); };
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) load(packs[i], from(v + i), v + i < end);
+            for (int i = 0; i < kAtOnce; ++i) {
+                packs[i] = empty_pack();
+                load(packs[i], from(v + i), wanted(i));
+                keeps[i] = screen.keep(at(v + i), wanted(i));
+            }
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i)
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (wanted(i)) screen.apply(packs[i], keeps[i], at(v + i));
                 if (v + i < end) slots[(v + i) * step] = packs[i];
+            }
         }
     }
 }
@@ -194,7 +208,8 @@ __device__ __forceinline__ Pack<Out> finish_pack(Each<Finish>& finish, const Pac
 
 // across: threads side by side along the rows. tiles: tiles side by side along the rows. share: columns of a block.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    softmax_fused_columns(const In* x, Out* out, Layout layout, int across, int tiles, int share, int shared_vectors) {
+    softmax_fused_columns(const In* x, Out* out, SCORES_PARAMETERS Layout layout, int across, int tiles, int share,
+                          int shared_vectors) {
     extern __shared__ __align__(16) char memory[];
 #if CLUSTER > 1
     const uint parts = blocks_in_cluster(), part = block_in_cluster();
@@ -203,6 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const uint parts = 1, part = 0;
 #endif
     const uint zero = uint(layout.rows >> 62);  // see keep_packed
+    const Scores scores = SCORES_ARGUMENTS;
+    const Scale scale = scores.abs_scale();
     wait_for_predecessor();
 
     if constexpr (LANES < 32) across = LANES;
@@ -231,25 +248,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Out* to = out + (TURN ? tile_row * layout.cols + begin : (plane * layout.cols + first_column) * layout.inner + row);
     const long long step = turn * layout.x_col;
     auto column = [&](int v) { return in + v / kRun * step + v % kRun * layout.x_col; };
+    const Screen<true> screen = scores.screen<true>(plane * layout.inner + row, layout.cols);
+    auto column_number = [&](int v) { return first_column + (long long)(v / kRun) * turn + v % kRun; };
+    auto wanted = [&](int v) { return v < mine && screen.reaches(column_number(v)); };
 
     Pack<In> packs[VECTORS];
+    Keep keeps[VECTORS];
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         packs[v] = empty_pack();
-        load(packs[v], column(v), v < mine);
+        load(packs[v], column(v), wanted(v));
+        keeps[v] = screen.keep(column_number(v), wanted(v));
     }
     const int each = (shared_vectors + kGroups - 1) / kGroups;  // packs of a group
     if constexpr (SHARED)
 #pragma unroll 1
         for (int g = 0; g < kGroups; ++g) {
-            load_slots(slots, blockDim.x, min(held_slots, g * each), min(held_slots, (g + 1) * each),
-                       [&](int v) { return column(VECTORS + v); });
+            load_slots(
+                slots, blockDim.x, min(held_slots, g * each), min(held_slots, (g + 1) * each), screen,
+                [&](int v) { return column(VECTORS + v); }, [&](int v) { return column_number(VECTORS + v); });
             end_group();
         }
     let_successor_start();
+    if constexpr (SCORES)
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v)
+            if (wanted(v)) screen.apply(packs[v], keeps[v], column_number(v));
 
     // As the loads arrive.
-    RunningRows running;
+    RunningRows running(scale);
 #pragma unroll
     for (int c = 0; c < VECTORS; c += kChunk)
         if (c == 0 || c < mine)
@@ -270,9 +297,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Each<Finish> finish;
 #pragma unroll
     for (int i = 0; i < kWide; ++i) {
-        const Partial merged = merge_over_warp({element(running.top, i), running.sums[i]});
+        const Partial merged = merge_over_warp({element(running.top, i), running.sums[i]}, scale);
         if (CLUSTER == 1 && writers == 1)
-            finish[i] = Finish(merged);
+            finish[i] = Finish(merged, scale);
         else if (LANES == 32 || threadIdx.x % 32 < LANES)
             partials[(LANES < 32 ? threadIdx.x / 32 : group) * tile_rows + lane * kWide + i] = merged;
     }
@@ -282,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         Partial* incoming = partials + writers * tile_rows;  // of all blocks
         cluster_wait();                                      // every block has started
         for_each_row(tile_rows, [&](int r, bool wanted) {
-            const Partial of_block = merge_column(partials + r, writers, tile_rows);
+            const Partial of_block = merge_column(partials + r, writers, tile_rows, scale);
             Partial* place = incoming + part * tile_rows + r;
 #pragma unroll 1
             for (int block = threadIdx.x % kMergers; wanted && block < parts; block += kMergers) {
@@ -299,14 +326,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const int to_merge = writers;
 #endif
         for_each_row(tile_rows, [&](int r, bool wanted) {
-            const Partial merged = merge_column(merging + r, to_merge, tile_rows);
-            if (wanted && threadIdx.x % kMergers == 0) totals[r] = {merged.max, Finish(merged).factor};
+            const Partial merged = merge_column(merging + r, to_merge, tile_rows, scale);
+            if (wanted && threadIdx.x % kMergers == 0) totals[r] = {merged.max, Finish(merged, scale).factor};
         });
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kWide; ++i) {
             const Total total = totals[lane * kWide + i];
-            finish[i].term = Term(total.max);
+            finish[i].term = Term(total.max, scale);
             finish[i].factor = total.factor;
         }
     }

@@ -10,8 +10,12 @@
 // Macros beside those of common.cuh:
 //   LANES               rows a block, a power of two up to 32
 //   TURN_IN, TURN_OUT   1: the columns of the input (of the output) lie side by side, its rows don't
+// and those of fused_scores.cuh.
+
+#define WIDE 1
 
 #include "common.cuh"
+#include "fused_scores.cuh"
 #include "fused_team.cuh"
 
 constexpr int kThreads = 256;
@@ -30,7 +34,10 @@ __device__ __forceinline__ void for_each_in_tile(const Layout& layout, long long
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) softmax_fused_strided(const In* x, Out* out, Layout layout) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    softmax_fused_strided(const In* x, Out* out, SCORES_PARAMETERS Layout layout) {
+    const Scores scores = SCORES_ARGUMENTS;
+    const Scale scale = scores.abs_scale();
     __shared__ Tile tile;
     __shared__ Partial partials[kSharing][LANES];
     const int lane = threadIdx.x % LANES, mine = threadIdx.x / LANES;
@@ -40,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) softmax_fused_strided(
         const bool in_range = first + lane < layout.rows;
         const In* in = layout.x_row(x, in_range ? first + lane : first);
         Out* to = layout.out_row(out, in_range ? first + lane : first);
+        const Screen<false> screen = scores.screen<false>(in_range ? first + lane : first, layout.cols);
 
         // This thread's columns of the tile that begins at `base`; -inf where there is none.
         auto read = [&](long long base, Acc(&values)[kEach]) {
@@ -55,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) softmax_fused_strided(
                 const int c = mine + i * kSharing;
                 values[i] = lowest(Acc());
                 if (in_range && base + c < layout.cols)
-                    values[i] = TURN_IN ? tile[c][lane] : to_acc(in[(base + c) * layout.x_col]);
+                    values[i] =
+                        screen.apply(TURN_IN ? tile[c][lane] : to_acc(in[(base + c) * layout.x_col]), base + c);
             }
         };
 
@@ -67,23 +76,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) softmax_fused_strided(
             Acc max = partial.max;
 #pragma unroll
             for (int i = 0; i < kEach; ++i) max = fmax(max, values[i]);
-            const Acc scale = rescale(partial.max, max);
-            const Term term(max);
+            const Acc factor = rescale(partial.max, max, scale);
+            const Term term(max, scale);
             Acc sum = 0;
 #pragma unroll
             for (int i = 0; i < kEach; ++i) sum += term(values[i]);
-            partial = {max, partial.sum * scale};
-            lost *= scale;
+            partial = {max, partial.sum * factor};
+            lost *= factor;
             add(partial.sum, lost, sum);
         }
 
         partials[mine][lane] = partial;
         for (int half = kSharing / 2; half > 0; half /= 2) {
             __syncthreads();
-            if (mine < half) partials[mine][lane] = merge(partials[mine][lane], partials[mine + half][lane]);
+            if (mine < half) partials[mine][lane] = merge(partials[mine][lane], partials[mine + half][lane], scale);
         }
         __syncthreads();
-        const Finish finish(partials[0][lane]);
+        const Finish finish(partials[0][lane], scale);
 
         for (long long base = 0; base < layout.cols; base += kColumns) {
             Acc values[kEach];

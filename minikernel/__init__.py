@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .api import explain, log_softmax, softmax
+from .api import TopK, explain, log_softmax, softmax, softmax_topk
 from .dispatch import Decision, FallbackWarning, use_backend
-from .problem import Kernel, Problem
+from .problem import Kernel, Mask, Problem
 from .registry import (
     Backend,
     BackendError,
@@ -41,8 +41,10 @@ __all__ = [
     "Decision",
     "FallbackWarning",
     "Kernel",
+    "Mask",
     "Problem",
     "Requirement",
+    "TopK",
     "__version__",
     "explain",
     "list_backends",
@@ -51,6 +53,7 @@ __all__ = [
     "register_backend",
     "replace_softmax",
     "softmax",
+    "softmax_topk",
     "unregister_backend",
     "use_backend",
 ]

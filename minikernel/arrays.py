@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ HALF_TYPES = ("float16", "bfloat16")
 _MOST_AXES = 64
 
 
-def run_on_host(kernel: Kernel, problem: Problem, x: np.ndarray, out: np.ndarray) -> None:
+def run_on_host(kernel: Kernel, problem: Problem, x: np.ndarray, out: np.ndarray, *more: Any) -> None:
     """Run a kernel on host memory; ``out`` is contiguous, and both are seen in the layout of ``problem``."""
     shape = (problem.outer, problem.cols, problem.inner)
     if x.flags.c_contiguous:
@@ -31,7 +31,24 @@ def run_on_host(kernel: Kernel, problem: Problem, x: np.ndarray, out: np.ndarray
     else:
         strides = tuple(s * x.itemsize for s in problem.strides)
         seen = np.lib.stride_tricks.as_strided(x, shape, strides, writeable=False)
-    kernel.run(seen, out.reshape(shape), 0, 0)
+    kernel.run(seen, out.reshape(out_shape(problem)), 0, 0, *more_on_host(problem, more))
+
+
+def out_shape(problem: Problem) -> tuple[int, int, int]:
+    return problem.outer, problem.out_cols, problem.inner
+
+
+def more_on_host(problem: Problem, more: Sequence[Any]) -> list[Any]:
+    """What else a kernel gets, arrays in the layout of ``problem``: the mask and the scale, or where indices go."""
+    if problem.k:
+        (indices,) = more
+        return [indices.reshape(out_shape(problem))]
+    if not more or problem.mask is None:
+        return [*more]
+    mask, scale = more
+    axes = [*problem.mask.outer, (problem.cols, problem.mask.col), *problem.mask.inner]
+    shape, strides = zip(*axes, strict=True)
+    return [np.lib.stride_tricks.as_strided(mask, shape, strides, writeable=False), scale]
 
 
 def read_only(fresh: np.ndarray) -> np.ndarray:
@@ -45,24 +62,30 @@ def storage_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(np.uint16 if name == "bfloat16" else name)
 
 
-def host_launcher(kernel: Kernel, index: int) -> Callable[[np.ndarray, np.ndarray], None]:
-    """``run(x, out)`` for a kernel of the GPU of that ordinal and arrays in host memory.
+def host_launcher(kernel: Kernel, problem: Problem) -> Callable[..., None]:
+    """``run(x, out, *more)`` for a kernel of the problem's GPU and arrays in host memory.
 
-    Bytes over, bytes back, whatever dtype they spell; ``out`` is contiguous.
+    Bytes over, bytes back, whatever dtype they spell; ``out`` and indices are contiguous.
 
     Raises:
         BackendError: Nothing is installed that can copy them.
     """
-    courier = find_courier()
+    courier, index = find_courier(), problem.index
     launch = courier.launcher(kernel, index)
 
-    def run(x: np.ndarray, out: np.ndarray) -> None:
-        source = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        target = out.reshape(-1).view(np.uint8)
-        x_device, out_device = courier.device_bytes(source.size, index), courier.device_bytes(target.size, index)
-        courier.from_host(x_device, source)
-        launch(x_device, out_device)
-        target[:] = courier.to_host(out_device)
+    def over(array: np.ndarray) -> Any:
+        source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        there = courier.device_bytes(source.size, index)
+        courier.from_host(there, source)
+        return there
+
+    def run(x: np.ndarray, out: np.ndarray, *more: Any) -> None:
+        filled = [out, *more] if problem.k else [out]
+        there = [courier.device_bytes(array.nbytes, index) for array in filled]
+        read = [over(value) if isinstance(value, np.ndarray) else value for value in (() if problem.k else more)]
+        launch(over(x), *there, *read)
+        for array, result in zip(filled, there, strict=True):
+            array.reshape(-1).view(np.uint8)[:] = courier.to_host(result)
 
     return run
 
@@ -158,8 +181,12 @@ class Framework:
         """A contiguous copy without flaws."""
         raise NotImplementedError
 
-    def empty(self, x: Any, dtype: str) -> Any:
-        """A new contiguous array of the shape and device of ``x``."""
+    def empty(self, x: Any, dtype: str, shape: Sequence[int] | None = None) -> Any:
+        """A new contiguous array on the device of ``x``, of its shape or the one given."""
+        raise NotImplementedError
+
+    def expanded(self, mask: Any, shape: Sequence[int]) -> Any:
+        """A contiguous copy of a mask, broadcast to that shape."""
         raise NotImplementedError
 
     def copy_into(self, out: Any, y: Any) -> None:
@@ -168,6 +195,10 @@ class Framework:
     def host(self, x: Any) -> np.ndarray:
         """A NumPy view of an array in host memory; bfloat16 as uint16."""
         raise NotImplementedError
+
+    def hosts(self, more: Sequence[Any]) -> list[Any]:
+        """What else a kernel on the host gets, arrays as :meth:`host` has them."""
+        return [v if isinstance(v, float) or v is None else self.host(v) for v in more]
 
     def to_host(self, x: Any) -> np.ndarray:
         """A contiguous copy of a device array in host memory; bfloat16 as uint16."""
@@ -181,9 +212,13 @@ class Framework:
         """A new array of so many bytes on the device of that ordinal."""
         raise NotImplementedError
 
-    def launcher(self, kernel: Kernel, index: int) -> Callable[[Any, Any], None]:
-        """``run(x, out)`` on the current stream of the device of that ordinal."""
+    def launcher(self, kernel: Kernel, index: int) -> Callable[..., None]:
+        """``run(x, out, *more)`` on the current stream of the device of that ordinal."""
         raise NotImplementedError
+
+    def raw(self, more: Sequence[Any]) -> list[Any]:
+        """What else a kernel on a device gets, arrays by their addresses."""
+        return [v if isinstance(v, float) else 0 if v is None else self.address(v) for v in more]
 
     def finish(self, y: Any, like: Any) -> Any:
         """``y`` as the caller's own kind of array."""
@@ -198,8 +233,8 @@ class Framework:
     def wrote(self, out: Any) -> None:
         """Tell the framework that a kernel has filled one of its arrays."""
 
-    def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
-        """A shorter way to call a kernel for arrays with the key of ``x``, where there is one."""
+    def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[..., Any] | None:
+        """A shorter way, ``call(x, *more)``, to call a kernel for arrays with the key of ``x``, if there is one."""
         return None
 
     key: Callable[[Any], tuple[Any, ...] | None]
@@ -228,8 +263,8 @@ class Framework:
         """``x``, or a copy: contiguous, and at a multiple of 16 bytes."""
         raise NotImplementedError("gradients are for PyTorch's tensors")
 
-    def backward_launcher(self, kernel: Kernel, problem: Problem) -> Callable[[Any, Any, Any], None]:
-        """``run(y, dy, dx)`` for a kernel that takes gradients."""
+    def backward_launcher(self, kernel: Kernel, problem: Problem) -> Callable[..., None]:
+        """``run(y, dy, dx, *more)`` for a kernel that takes gradients."""
         raise NotImplementedError("gradients are for PyTorch's tensors")
 
 
@@ -274,8 +309,12 @@ class NumPy(_NumPyLike):
     def contiguous(self, x: Any) -> Any:
         return x.astype(x.dtype.newbyteorder("="), order="C")
 
-    def empty(self, x: Any, dtype: str) -> Any:
-        return np.empty(x.shape, x.dtype if x.dtype.name == dtype else numpy_dtype(dtype))
+    def empty(self, x: Any, dtype: str, shape: Sequence[int] | None = None) -> Any:
+        shape = x.shape if shape is None else shape
+        return np.empty(shape, x.dtype if x.dtype.name == dtype else numpy_dtype(dtype))
+
+    def expanded(self, mask: Any, shape: Sequence[int]) -> Any:
+        return np.ascontiguousarray(np.broadcast_to(mask, shape))
 
     def copy_into(self, out: Any, y: Any) -> None:
         out[...] = y
@@ -296,8 +335,8 @@ class NumPy(_NumPyLike):
         if type(out) is not np.ndarray:  # subclasses have one key
             self.check(out)
 
-    def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
-        if type(x) is not np.ndarray or not x.flags.c_contiguous:
+    def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[..., Any] | None:
+        if type(x) is not np.ndarray or not x.flags.c_contiguous or problem.features or problem.k:
             return None
         if x.dtype.name == "bfloat16" or problem.out_dtype == "bfloat16":
             return None
@@ -381,7 +420,7 @@ class DLPack(NumPy):
         namespace = _namespace(like)
         if not hasattr(namespace, "from_dlpack"):
             return y
-        if y.dtype.kind == "f":
+        if y.dtype.kind != "V":
             return namespace.from_dlpack(y)
         if hasattr(namespace, "asarray"):
             return namespace.asarray(y)
@@ -493,8 +532,12 @@ class Torch(Framework):
     def contiguous(self, x: Any) -> Any:
         return x.resolve_neg().contiguous()
 
-    def empty(self, x: Any, dtype: str) -> Any:
-        return self.torch.empty(x.shape, dtype=self.dtypes[dtype], device=x.device)
+    def empty(self, x: Any, dtype: str, shape: Sequence[int] | None = None) -> Any:
+        shape = x.shape if shape is None else shape
+        return self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=x.device)
+
+    def expanded(self, mask: Any, shape: Sequence[int]) -> Any:
+        return mask.expand(*shape).contiguous()
 
     def copy_into(self, out: Any, y: Any) -> None:
         out.copy_(y)
@@ -537,8 +580,8 @@ class Torch(Framework):
         if not out.is_inference():
             self.torch.autograd.graph.increment_version(out)
 
-    def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[[Any], Any] | None:
-        if problem.device != "cuda":
+    def fast_call(self, x: Any, problem: Problem, kernel: Kernel) -> Callable[..., Any] | None:
+        if problem.device != "cuda" or problem.k:
             return None
         torch, index, run, raw_stream = self.torch, problem.index, kernel.run, self.raw_stream
         launch = self.launcher(kernel, index)
@@ -552,12 +595,13 @@ class Torch(Framework):
             run(x.data_ptr(), out.data_ptr(), raw_stream(index), 0)
             return out
 
-        def call(x: Any) -> Any:
+        def call(x: Any, *more: Any) -> Any:
             out = new(x)
-            launch(x, out)
+            launch(x, out, *more)
             return out
 
-        return call if kernel.scratch or torch.cuda.device_count() > 1 else call_on_the_only_device
+        at_length = kernel.scratch or problem.features or torch.cuda.device_count() > 1
+        return call if at_length else call_on_the_only_device
 
     def _empty_like(self, x: Any) -> Callable[[Any], Any]:
         """``torch.empty_like`` for tensors with the key of ``x``, on a machine with one GPU in half the time."""
@@ -573,20 +617,20 @@ class Torch(Framework):
                 return lambda x: empty(shape, stride, dtype)
         return lambda x: torch.empty_like(x)
 
-    def launcher(self, kernel: Kernel, index: int) -> Callable[[Any, Any], None]:
+    def launcher(self, kernel: Kernel, index: int) -> Callable[..., None]:
         run, scratch_bytes = kernel.run, kernel.scratch
-        raw_stream, current_device = self.raw_stream, self.current_device
+        raw_stream, current_device, raw = self.raw_stream, self.current_device, self.raw
         torch = self.torch
 
-        def launch(x: Any, out: Any) -> None:
+        def launch(x: Any, out: Any, *more: Any) -> None:
             if current_device() != index:
                 with torch.cuda.device(index):
-                    launch(x, out)
+                    launch(x, out, *more)
             elif scratch_bytes:
                 scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=x.device)
-                run(x.data_ptr(), out.data_ptr(), raw_stream(index), scratch.data_ptr())
+                run(x.data_ptr(), out.data_ptr(), raw_stream(index), scratch.data_ptr(), *raw(more))
             else:
-                run(x.data_ptr(), out.data_ptr(), raw_stream(index), 0)
+                run(x.data_ptr(), out.data_ptr(), raw_stream(index), 0, *raw(more))
 
         return launch
 
@@ -642,23 +686,23 @@ class Torch(Framework):
         x = x.contiguous()
         return x.clone() if x.data_ptr() % 16 else x
 
-    def backward_launcher(self, kernel: Kernel, problem: Problem) -> Callable[[Any, Any, Any], None]:
+    def backward_launcher(self, kernel: Kernel, problem: Problem) -> Callable[..., None]:
         run, index = kernel.run, problem.index
         if problem.device != "cuda":
             shape = (problem.outer, problem.cols, problem.inner)
 
-            def on_host(y: Any, dy: Any, dx: Any) -> None:
+            def on_host(y: Any, dy: Any, dx: Any, *more: Any) -> None:
                 y, dy, dx = (self.host(tensor).reshape(shape) for tensor in (y, dy, dx))
-                run(y, dx, 0, dy)
+                run(y, dx, 0, dy, *more_on_host(problem, self.hosts(more)))
 
             return on_host
 
-        def launch(y: Any, dy: Any, dx: Any) -> None:
+        def launch(y: Any, dy: Any, dx: Any, *more: Any) -> None:
             if self.current_device() != index:
                 with self.torch.cuda.device(index):
-                    launch(y, dy, dx)
+                    launch(y, dy, dx, *more)
             else:
-                run(y.data_ptr(), dx.data_ptr(), self.raw_stream(index), dy.data_ptr())
+                run(y.data_ptr(), dx.data_ptr(), self.raw_stream(index), dy.data_ptr(), *self.raw(more))
 
         return launch
 
@@ -686,9 +730,14 @@ class CuPy(_NumPyLike):
         with x.device:
             return x.copy(order="C")
 
-    def empty(self, x: Any, dtype: str) -> Any:
+    def empty(self, x: Any, dtype: str, shape: Sequence[int] | None = None) -> Any:
+        shape = x.shape if shape is None else shape
         with x.device:
-            return self.cupy.empty(x.shape, x.dtype if x.dtype.name == dtype else numpy_dtype(dtype))
+            return self.cupy.empty(shape, x.dtype if x.dtype.name == dtype else numpy_dtype(dtype))
+
+    def expanded(self, mask: Any, shape: Sequence[int]) -> Any:
+        with mask.device:
+            return self.cupy.ascontiguousarray(self.cupy.broadcast_to(mask, shape))
 
     def copy_into(self, out: Any, y: Any) -> None:
         with out.device:
@@ -707,14 +756,15 @@ class CuPy(_NumPyLike):
         with self.cupy.cuda.Device(index):
             return self.cupy.empty(size, np.uint8)
 
-    def launcher(self, kernel: Kernel, index: int) -> Callable[[Any, Any], None]:
+    def launcher(self, kernel: Kernel, index: int) -> Callable[..., None]:
         cupy = self.cupy
 
-        def launch(x: Any, out: Any) -> None:
+        def launch(x: Any, out: Any, *more: Any) -> None:
             with x.device:
                 scratch = cupy.empty(kernel.scratch, np.uint8) if kernel.scratch else None
                 stream = cupy.cuda.get_current_stream().ptr
-                kernel.run(x.data.ptr, out.data.ptr, stream, scratch.data.ptr if scratch is not None else 0)
+                at = scratch.data.ptr if scratch is not None else 0
+                kernel.run(x.data.ptr, out.data.ptr, stream, at, *self.raw(more))
 
         return launch
 
@@ -735,15 +785,15 @@ class DLPackOnGPU(CuPy):
         super().__init__(cupy)
         self._being_read: deque[tuple[Any, Any]] = deque()
 
-    def launcher(self, kernel: Kernel, index: int) -> Callable[[Any, Any], None]:
+    def launcher(self, kernel: Kernel, index: int) -> Callable[..., None]:
         plain, being_read = super().launcher(kernel, index), self._being_read
 
-        def launch(x: Any, out: Any) -> None:
-            plain(x, out)
+        def launch(x: Any, out: Any, *more: Any) -> None:
+            plain(x, out, *more)
             with x.device:
                 read = self.cupy.cuda.Event(disable_timing=True)
                 read.record()
-            being_read.append((read, x))
+            being_read.append((read, (x, *more)))
             with suppress(IndexError):  # another thread may have let go of the last one
                 while being_read[0][0].done:
                     being_read.popleft()

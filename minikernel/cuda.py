@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def defines(problem: Problem, **more: object) -> dict[str, str]:
     shared = {
         "IN": _TYPES[problem.dtype],
         "OUT": _TYPES[problem.out_dtype],
-        "LOG": "1" if problem.op.startswith("log_") else "0",
+        "LOG": "1" if problem.is_log else "0",
     }
     return shared | {name: str(int(v) if isinstance(v, bool) else v) for name, v in more.items()}
 
@@ -168,7 +168,18 @@ def layout(problem: Problem) -> Layout:
     return Layout(problem.rows, problem.cols, problem.inner, *problem.strides)
 
 
-def kernel(name: str, problem: Problem, macros: Mapping[str, str], launch: Launch, *constants: Any) -> Kernel:
-    """Compile a kernel file for a problem and make it callable."""
+def kernel(
+    name: str,
+    problem: Problem,
+    macros: Mapping[str, str],
+    launch: Launch,
+    *constants: Any,
+    leading: Iterable[Any] = (),
+) -> Kernel:
+    """Compile a kernel file for a problem and make it callable.
+
+    Args:
+        constants: The kernel's parameters behind the layout, as ctypes values; ``leading`` those before it.
+    """
     function = compile_function(name, macros, problem.index)
-    return driver.kernel(function, problem.index, launch, (layout(problem), *constants))
+    return driver.kernel(function, problem.index, launch, (*leading, layout(problem), *constants))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
-from .problem import Kernel, Problem
+from .problem import Kernel, Mask, Problem
 from .registry import REGISTRY, Backend, BackendError, BackendUnavailable
 
 if TYPE_CHECKING:
@@ -240,9 +240,17 @@ def _why_first(
 
 
 def moved(problem: Problem, device: str) -> Problem:
-    """The same problem after the input was copied, contiguous, to another kind of device."""
-    strides = (problem.cols * problem.inner, problem.inner, 1)
-    return replace(problem, device=device, index=0, strides=strides, x_offset=0, out_offset=0)
+    """The same problem after the input and its mask were copied, contiguous, to another kind of device."""
+    outer, cols, inner = problem.outer, problem.cols, problem.inner
+    return replace(
+        problem,
+        device=device,
+        index=0,
+        strides=(cols * inner, inner, 1),
+        x_offset=0,
+        out_offset=0,
+        mask=Mask.contiguous(outer, cols, inner) if problem.mask else None,
+    )
 
 
 def _grouped(reasons: Mapping[str, tuple[str, ...]]) -> list[tuple[list[str], str]]:

@@ -17,6 +17,8 @@ TOPK = "softmax_topk"
 ALL_OPS = (*OPS, *BACKWARD.values(), TOPK)
 #: What may be fused with an operation and its gradient, by the names of the arguments.
 FEATURES = ("scale", "mask", "causal")
+#: Axes of a mask beside the reduced one, those that one stride serves as one; a mask with more is copied first.
+MOST_MASK_AXES = 4
 #: Most results that :data:`TOPK` gives of a row.
 MOST_K = 64
 
@@ -32,7 +34,8 @@ class Mask:
         inner: As ``outer``, for the axes behind it.
         offset: The address modulo 16 bytes.
 
-    Strides count bytes; 0 where the mask is broadcast.
+    Strides count bytes; 0 where the mask is broadcast. There are at most :data:`MOST_MASK_AXES` axes but the
+    reduced one.
     """
 
     outer: tuple[tuple[int, int], ...]
@@ -44,6 +47,11 @@ class Mask:
     def rows(self) -> tuple[tuple[int, int], ...]:
         """Extents and strides of all axes but the reduced one: a row's number counts over them."""
         return self.outer + self.inner
+
+    @classmethod
+    def contiguous(cls, outer: int, cols: int, inner: int) -> Mask:
+        """A mask that isn't broadcast, in C order."""
+        return cls(((outer, cols * inner),), inner, ((inner, 1),))
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,11 @@ class Problem:
     def rows(self) -> int:
         """How many independent softmaxes there are."""
         return self.outer * self.inner
+
+    @property
+    def out_cols(self) -> int:
+        """Columns of the output."""
+        return self.k or self.cols
 
     @property
     def is_log(self) -> bool:

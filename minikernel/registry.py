@@ -137,7 +137,7 @@ class Backend:
             found.append(f"it takes {', '.join(self.dtypes)}; the input is {problem.dtype}")
         if problem.op not in self.ops:
             found.append(f"it has {', '.join(self.ops)}, not {problem.op}")
-        elif problem.recorded and BACKWARD[problem.op] not in self.ops:
+        elif problem.recorded and BACKWARD.get(problem.op, problem.op) not in self.ops:
             found.append("it has no gradient, and the input requires grad")
         found += [f"it has no {feature}=" for feature in problem.features if feature not in self.features]
         return found

@@ -9,7 +9,8 @@ Imported with the first tensor that needs any of it, so that eager inference pay
 * under ``torch.compile``: the operators ``torch.ops.minikernel.*``, which the compiler records as they are.
 
 The gradient of y = softmax(x) is dx = y * (dy - sum(dy * y)), that of log-softmax dx = dy - exp(y) * sum(dy). Both
-need the output alone, which is what is saved.
+need the output alone, which is what is saved. With a scale they are multiplied by it; where an element is masked
+out, they are 0.
 """
 
 from __future__ import annotations
@@ -22,20 +23,40 @@ import torch
 
 from . import api, arrays
 from .layout import normalize_dim
-from .problem import BACKWARD, OPS
+from .problem import BACKWARD, OPS, TOPK
+from .scores import Scores, check_causal, given
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def gradient(op: str, dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+def gradient(
+    op: str, dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, asked: Scores | None = None
+) -> torch.Tensor:
     """dx in PyTorch's operations, which can be differentiated again; half types are computed in float32."""
     if y.dtype in _HALF_DTYPES:
         y, dy = y.float(), dy.float()
     if y.dim() == 0:
-        return gradient(op, dy.reshape(1), y.reshape(1), -1, dtype).reshape(())
+        return gradient(op, dy.reshape(1), y.reshape(1), -1, dtype, asked).reshape(())
     if op == "softmax":
-        return (y * (dy - (dy * y).sum(dim, keepdim=True))).to(dtype)
-    return (dy - y.exp() * dy.sum(dim, keepdim=True)).to(dtype)
+        dy = _kept(dy, asked)  # whatever it is where nothing was looked at
+        dx = y * (dy - (dy * y).sum(dim, keepdim=True))
+    else:
+        dx = dy - y.exp() * dy.sum(dim, keepdim=True)
+    return _scaled(dx, asked).to(dtype)
+
+
+def _kept(values: torch.Tensor, asked: Scores | None, instead: float = 0.0) -> torch.Tensor:
+    """The values, but for those that a mask or causality keeps out."""
+    if asked and asked.mask is not None:
+        values = values.masked_fill(~asked.mask, instead)
+    if asked and asked.causal:
+        values = values.masked_fill(~torch.ones_like(values, dtype=torch.bool).tril(), instead)
+    return values
+
+
+def _scaled(dx: torch.Tensor, asked: Scores | None) -> torch.Tensor:
+    """A gradient or tangent of what the softmax sees, as one of the input."""
+    return _kept(dx if asked is None or asked.scale is None else dx * asked.scale, asked)
 
 
 def tangent(op: str, dx: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
@@ -60,38 +81,46 @@ class Bound:
         forward: Runs the kernel, on a tensor that requires no grad.
         backward: ``backward(dy, y)`` runs the backend's own gradient kernel; None where there is none to run: the
             input was copied to another device, or is empty.
+        causal: As the caller gave it.
+
+    With a mask or a scale, both functions take the two besides.
     """
 
     op: str
     dim: int
     dtype: torch.dtype
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    forward: Callable[..., torch.Tensor]
+    backward: Callable[..., torch.Tensor] | None
+    causal: bool = False
 
 
 class Recorded(torch.autograd.Function):
-    """Ordinary training."""
+    """Ordinary training; ``more`` is a mask or None and a scale, if the call has such or is causal."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bound: Bound) -> torch.Tensor:
-        y = bound.forward(x)
-        ctx.save_for_backward(y)
+    def forward(ctx: Any, x: torch.Tensor, bound: Bound, *more: Any) -> torch.Tensor:
+        y = bound.forward(x, *more)
+        ctx.save_for_backward(y, *more[:1])
         ctx.bound = bound
+        ctx.scale = more[1:]
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (y,) = ctx.saved_tensors
-        bound = ctx.bound
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        y, bound = saved[0], ctx.bound
+        more = (*saved[1:], *ctx.scale)
+        none = (None,) * (1 + len(more))
         # With create_graph=True grad mode is on: then the gradient is to be differentiated itself.
         if bound.backward is None or torch.is_grad_enabled() or not _is_plain(dy) or not _is_plain(y):
-            return gradient(bound.op, dy, y, bound.dim, bound.dtype), None
-        return bound.backward(dy, y), None
+            asked = Scores(more[1], more[0], bound.causal) if more else None
+            return gradient(bound.op, dy, y, bound.dim, bound.dtype, asked), *none
+        return bound.backward(dy, y, *more), *none
 
 
 #: ``Recorded.apply`` without its search for functorch's wrappers, a third of its time: whoever calls it has seen
 #: that there are none.
-record: Callable[[torch.Tensor, Bound], torch.Tensor] = super(torch.autograd.Function, Recorded).apply
+record: Callable[..., torch.Tensor] = super(torch.autograd.Function, Recorded).apply
 
 
 def _is_plain(x: torch.Tensor) -> bool:
@@ -150,10 +179,39 @@ def _transform(x: torch.Tensor, op: str, dim: int, backend: str, dtype: torch.dt
     return result
 
 
-def transformed(op: str, x: torch.Tensor, dim: Any, backend: str, dtype: Any) -> torch.Tensor:
+def transformed(
+    op: str, x: torch.Tensor, dim: Any, backend: str, dtype: Any, asked: Scores | None = None
+) -> torch.Tensor:
     """A call inside a transform, or of a dual tensor."""
     dim = normalize_dim(dim, x.dim())
-    return _transform(x, op, dim, backend, _torch_dtype(x, dtype))
+    wanted = _torch_dtype(x, dtype)
+    if asked is None:
+        return _transform(x, op, dim, backend, wanted)
+    result = _transform(_screened(x, asked, dim, wanted), op, dim, backend, None)
+    return result.to(wanted or x.dtype)
+
+
+def _screened(x: torch.Tensor, asked: Scores, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+    """The scores as the softmax is to see them, in PyTorch's operations: half types in float32."""
+    if asked.causal:
+        check_causal(x.shape, dim)
+    if dtype is not None:
+        x = x.to(dtype)
+    if x.dtype in _HALF_DTYPES:
+        x = x.float()
+    return _kept(x if asked.scale is None else x * asked.scale, asked, -torch.inf)
+
+
+def transformed_topk(
+    x: torch.Tensor, k: int, dim: Any, backend: str, dtype: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`minikernel.softmax_topk` inside a transform, or of a dual tensor: softmax, and then a stable sort."""
+    dim = normalize_dim(dim, x.dim())
+    y = transformed("softmax", x, dim, backend, dtype)
+    if y.dim() == 0:
+        return y, torch.zeros_like(y, dtype=torch.int64)
+    order = torch.sort(x.detach(), dim=dim, descending=True, stable=True).indices.narrow(dim, 0, k)
+    return y.gather(dim, order), order
 
 
 def _torch_dtype(x: torch.Tensor, dtype: Any) -> torch.dtype | None:
@@ -173,95 +231,163 @@ def _torch_dtype(x: torch.Tensor, dtype: Any) -> torch.dtype | None:
 _library = torch.library.Library("minikernel", "DEF")
 
 
+#: What every operator takes behind its tensors, axis, dtype and backend.
+_SCORES = "float? scale=None, Tensor? mask=None, bool causal=False"
+
+
 def _define(op: str) -> None:
     backward = BACKWARD[op]
-    _library.define(f"{op}(Tensor x, int dim, ScalarType? dtype=None, str backend='auto') -> Tensor")
-    _library.define(f"{backward}(Tensor dy, Tensor y, int dim, ScalarType dtype, str backend='auto') -> Tensor")
+    _library.define(f"{op}(Tensor x, int dim, ScalarType? dtype=None, str backend='auto', {_SCORES}) -> Tensor")
+    _library.define(
+        f"{backward}(Tensor dy, Tensor y, int dim, ScalarType dtype, str backend='auto', {_SCORES}) -> Tensor"
+    )
 
-    def forward(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, backend: str = "auto") -> torch.Tensor:
+    def forward(
+        x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, backend: str = "auto", *scores: Any
+    ) -> torch.Tensor:
         wanted = dtype or x.dtype  # said, so that autocast has no say
+        asked = _asked(scores)
         if x.requires_grad:
-            backend = api.backend_for_gradient(op, x.detach(), dim, backend, wanted)
-        result: torch.Tensor = api.plain(op, x.detach(), dim, backend, wanted)
+            backend = api.backend_for_gradient(op, x.detach(), dim, backend, wanted, asked)
+        result: torch.Tensor = api.plain(op, x.detach(), dim, backend, wanted, asked)
         return result
 
     def forward_fake(
-        x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, backend: str = "auto"
+        x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, backend: str = "auto", *scores: Any
     ) -> torch.Tensor:
         return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
     def gradient_of(
-        dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
+        dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, backend: str = "auto", *scores: Any
     ) -> torch.Tensor:
         with torch.no_grad():
-            dy, y = dy.detach(), y.detach()
-            run = api.backward_of(op, y, dim, backend, dtype)
-            result: torch.Tensor = gradient(op, dy, y, dim, dtype).contiguous() if run is None else run(dy, y)
+            dy, y, asked = dy.detach(), y.detach(), _asked(scores)
+            if (run := api.backward_of(op, y, dim, backend, dtype, asked)) is None:
+                return gradient(op, dy, y, dim, dtype, asked).contiguous()
+            result: torch.Tensor = run(dy, y, *((asked.mask, asked.factor) if asked else ()))
         return result
 
     def gradient_fake(
-        dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, backend: str = "auto"
+        dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, backend: str = "auto", *scores: Any
     ) -> torch.Tensor:
         return torch.empty(y.shape, dtype=dtype, device=y.device)
 
     def save_output(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, ctx.dim, _, ctx.backend = inputs
+        x, ctx.dim, _, ctx.backend, ctx.scale, mask, ctx.causal = inputs
         ctx.dtype = x.dtype
-        ctx.save_for_backward(output)
+        ctx.save_for_backward(output, mask)
 
-    def backward_of_op(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (y,) = ctx.saved_tensors
-        dx = getattr(torch.ops.minikernel, backward)(dy, y, ctx.dim, ctx.dtype, ctx.backend)
-        return dx, None, None, None
+    def backward_of_op(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        y, mask = ctx.saved_tensors
+        run = getattr(torch.ops.minikernel, backward)
+        return run(dy, y, ctx.dim, ctx.dtype, ctx.backend, ctx.scale, mask, ctx.causal), *(None,) * 6
 
     def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        dy, y, ctx.dim, _, _ = inputs
-        ctx.save_for_backward(dy, y)
+        dy, y, ctx.dim, _, _, ctx.scale, mask, ctx.causal = inputs
+        ctx.save_for_backward(dy, y, mask)
 
-    def backward_of_gradient(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        dy, y = ctx.saved_tensors
-        return (*double_backward(op, g, dy, y, ctx.dim), None, None, None)
+    def backward_of_gradient(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dy, y, mask = ctx.saved_tensors
+        return *double_backward(op, g, dy, y, ctx.dim, given(ctx.scale, mask, ctx.causal)), *(None,) * 6
 
     for name, function, fake, save, derivative in (
         (op, forward, forward_fake, save_output, backward_of_op),
         (backward, gradient_of, gradient_fake, save_inputs, backward_of_gradient),
     ):
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"minikernel::{name}", fake, lib=_library)
-        torch.library.register_autograd(f"minikernel::{name}", derivative, setup_context=save, lib=_library)
+        _implement(name, function, fake, save, derivative)
+
+
+def _implement(name: str, function: Any, fake: Any, save: Any, derivative: Any) -> None:
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"minikernel::{name}", fake, lib=_library)
+    torch.library.register_autograd(f"minikernel::{name}", derivative, setup_context=save, lib=_library)
+
+
+def _asked(scores: tuple[Any, ...]) -> Scores | None:
+    """What an operator was given of scale, mask and causality; trailing ones may be missing."""
+    return given(*Scores(*scores))
 
 
 def double_backward(
-    op: str, g: torch.Tensor, dy: torch.Tensor, y: torch.Tensor, dim: int
+    op: str, g: torch.Tensor, dy: torch.Tensor, y: torch.Tensor, dim: int, asked: Scores | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``g``, the gradient of dx, comes to for dy and for y."""
     if y.dim() == 0:
-        of_dy, of_y = double_backward(op, g.reshape(1), dy.reshape(1), y.reshape(1), -1)
+        of_dy, of_y = double_backward(op, g.reshape(1), dy.reshape(1), y.reshape(1), -1, asked)
         return of_dy.reshape(()), of_y.reshape(())
+    g = _scaled(g, asked)
     of_dy = tangent(op, g, y, dim)  # dx is linear in dy, and a tangent takes the transposed way
-    given = y.dtype
-    if given in _HALF_DTYPES:
+    dtype = y.dtype
+    if dtype in _HALF_DTYPES:
         g, dy, y = g.float(), dy.float(), y.float()
     if op == "softmax":
+        of_dy, dy = _kept(of_dy, asked), _kept(dy, asked)
         of_y = g * (dy - (dy * y).sum(dim, keepdim=True)) - dy * (g * y).sum(dim, keepdim=True)
     else:
         of_y = -g * y.exp() * dy.sum(dim, keepdim=True)
-    return of_dy, of_y.to(given)
+    return of_dy, of_y.to(dtype)
 
 
 for _op in OPS:
     _define(_op)
 
 
-def traced(op: str, x: torch.Tensor, dim: int, backend: str, dtype: Any, out: Any) -> torch.Tensor:
+def _define_topk() -> None:
+    _library.define(
+        f"{TOPK}(Tensor x, int k, int dim, ScalarType? dtype=None, str backend='auto') -> (Tensor, Tensor)"
+    )
+
+    def forward(
+        x: torch.Tensor, k: int, dim: int, dtype: torch.dtype | None = None, backend: str = "auto"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return api.plain_topk(x.detach(), k, dim, backend, dtype or x.dtype)
+
+    def fake(
+        x: torch.Tensor, k: int, dim: int, dtype: torch.dtype | None = None, backend: str = "auto"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = [*x.shape]
+        if shape:
+            shape[dim] = k
+        like = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+        return like, torch.empty_like(like, dtype=torch.int64)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        x, _, ctx.dim, ctx.wanted, ctx.backend = inputs
+        ctx.save_for_backward(x, output[1])
+
+    def backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        x, indices = ctx.saved_tensors
+        y = torch.ops.minikernel.softmax(x, ctx.dim, ctx.wanted, ctx.backend)
+        whole = torch.zeros_like(y).scatter(ctx.dim, indices, dy)
+        dx = torch.ops.minikernel.softmax_backward(whole, y, ctx.dim, x.dtype, ctx.backend)
+        return dx, None, None, None, None
+
+    _implement(TOPK, forward, fake, save, backward)
+
+
+_define_topk()
+
+
+def traced_topk(x: torch.Tensor, k: int, dim: int, backend: str, dtype: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`minikernel.softmax_topk` as its operator: what programs record, and autograd."""
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.minikernel.softmax_topk(
+        x, k, dim, _torch_dtype(x, dtype), backend
+    )
+    return found
+
+
+def traced(
+    op: str, x: torch.Tensor, dim: int, backend: str, dtype: Any, out: Any, asked: Scores | None = None
+) -> torch.Tensor:
     """A call that is recorded in a program: as the operator, or inside transforms as PyTorch's own softmax."""
     wanted = _torch_dtype(x, dtype)
     inside = torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.is_batchedtensor(x)
     # The last question is for torch.func.grad; torch.compile can't answer yes, and leaves the call to eager mode.
     if inside or torch._C._functorch.maybe_current_level() is not None:
-        own: torch.Tensor = getattr(torch, op)(x, dim, dtype=wanted)
-        return own
-    result: torch.Tensor = getattr(torch.ops.minikernel, op)(x, dim, wanted, backend)
+        seen = x if asked is None else _screened(x, asked, dim % max(1, x.dim()), wanted)
+        own: torch.Tensor = getattr(torch, op)(seen, dim, dtype=wanted)
+        return own if asked is None else own.to(wanted or x.dtype)
+    result: torch.Tensor = getattr(torch.ops.minikernel, op)(x, dim, wanted, backend, *(asked or ()))
     if out is None:
         return result
     if out.shape != result.shape or out.device != result.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -10,11 +11,12 @@ import pytest
 from cases import OPS
 from test_plan import DEVICES, LENGTHS, PAIRS, fused_problems
 from test_plan_columns import problems as columns_problems
+from test_plan_topk import topk_problems
 
 from minikernel import cuda
-from minikernel.backends import cuda_fused, fused_backward
+from minikernel.backends import cuda_fused, fused_backward, fused_topk
 from minikernel.backends.fused_columns import plan_columns
-from minikernel.problem import BACKWARD, Problem
+from minikernel.problem import BACKWARD, Mask, Problem
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 NOT_FUSED = ("softmax_naive.cu", "softmax_smem.cu", "softmax_parallel.cu")
@@ -198,6 +200,80 @@ def test_backward_kernels(capability, failures):
                     assert_lean(file, macros, capability)
 
 
+@cache
+def topk_macros(dtype: str, out_dtype: str, capability: int) -> list[tuple[tuple[str, str], ...]]:
+    """All sets of macros that planning the k largest comes to."""
+    device = DEVICES[capability]
+    problems = topk_problems(dtype, out_dtype)
+    return sorted({macros_of(p, **fused_topk.plan(p, device).macros()) for p in problems})
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90, 100, 120])
+def test_topk_kernels(capability, failures):
+    pairs = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32"), ("float64", "float64")]
+    for dtype, out_dtype in pairs if capability in (75, 90) else pairs[:2]:
+        found = topk_macros(dtype, out_dtype, capability)
+        # All of one dtype on an H200; of the others those where registers run out first.
+        if (capability, dtype) != (90, "float32"):
+            found = [m for m in found if dict(m)["TEAM"] == "0" and dict(m)["CLUSTER"] in ("1", "16")]
+        for macros in found:
+            with failures.case(macros):
+                assert_lean("softmax_topk.cu", macros, capability)
+
+
+def scored(problem: Problem, causal: bool, aligned: bool) -> Problem:
+    """With a scale and a mask of every element."""
+    outer, cols, inner = problem.outer, problem.cols, problem.inner
+    mask = Mask(((outer, cols * inner),), inner, ((inner, 1),) if inner > 1 else (), 0 if aligned else 1)
+    return replace(problem, scaled=True, mask=mask, causal=causal and inner == 1)
+
+
+@cache
+def scores_macros(
+    op: str, dtype: str, capability: int, causal: bool, aligned: bool
+) -> list[tuple[str, tuple[tuple[str, str], ...]]]:
+    """Files and sets of macros that planning scaled and masked problems comes to: the heaviest of them."""
+    device, found = DEVICES[capability], set()
+    forward = [*fused_problems(op, dtype, dtype), *columns_problems(op, dtype, dtype)]
+    for problem in forward[:: 1 if capability == 90 else 7]:
+        p = scored(problem, causal, aligned)
+        plan = cuda_fused.plan(p, device)
+        found.add((plan.file, macros_of(p, **plan.macros(), **cuda_fused.scores_macros(p, plan))))
+    rows = frozenset(macros for file, macros in found if file == "softmax_fused.cu")
+    columns = [macros for file, macros in found if file == "softmax_fused_columns.cu"]
+    heaviest = [("softmax_fused.cu", macros) for macros in _heaviest(rows)]
+    heaviest += [("softmax_fused_columns.cu", macros) for macros in _widest(columns)]
+    heaviest += [pair for pair in sorted(found) if pair[0] == "softmax_fused_strided.cu"][:2]
+    return heaviest
+
+
+@pytest.mark.parametrize(("causal", "aligned"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_with_scores(dtype, causal, aligned, failures):
+    for file, macros in scores_macros("softmax", dtype, 90, causal, aligned):
+        with failures.case(f"{file} {macros}"):
+            assert_lean(file, macros, 90)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 100, 120])
+def test_kernels_with_scores_for_other_gpus(capability, failures):
+    for file, macros in scores_macros("log_softmax", "bfloat16", capability, True, True)[::3]:
+        with failures.case(f"{file} {macros}"):
+            assert_lean(file, macros, capability)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_backward_kernels_with_scores(op, causal, failures):
+    for dtype, (outer, cols, inner) in product(("float32", "bfloat16"), product((8, 4096), LENGTHS[::6], (1, 64))):
+        p = Problem(BACKWARD[op], "cuda", 0, dtype, dtype, outer, cols, inner, (cols * inner, inner, 1))
+        p = scored(p, causal, aligned=True)
+        plan = fused_backward.plan(p, DEVICES[90])
+        macros = macros_of(p, **plan.macros(), **fused_backward.scores_macros(p, plan))
+        with failures.case(f"{plan.file} {macros}"):
+            assert_lean(plan.file, macros, 90)
+
+
 def _widest(sets: list[tuple[tuple[str, str], ...]]) -> list[tuple[tuple[str, str], ...]]:
     """One of each way to work, with the widest packs and the most in registers: where these run out first."""
 
@@ -256,7 +332,8 @@ extern "C" __global__ void kernel(float* x, int n) {
 
 def test_a_source_has_its_includes_pasted_in():
     """NVRTC gets no include path, and what is compiled is remembered by this text."""
-    for file in (*NOT_FUSED, "softmax_fused.cu", "softmax_fused_columns.cu", "softmax_fused_strided.cu"):
+    fused = ("softmax_fused.cu", "softmax_fused_columns.cu", "softmax_fused_strided.cu", "softmax_topk.cu")
+    for file in (*NOT_FUSED, *fused):
         assert "#include" not in cuda.source(file)
         assert "struct Layout {" in cuda.source(file)
 

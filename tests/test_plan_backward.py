@@ -46,7 +46,7 @@ def test_launches(dtype, capability):
         else:
             assert launch.grid == problem.rows * plan.parts
             held = plan.threads * plan.vectors
-            assert plan.streamed == (fused_backward._share(-(-problem.cols // plan.wide), plan.parts) > held)
+            assert plan.streamed == (share_of(-(-problem.cols // plan.wide), plan.parts) > held)
             # A line of elements before the packs, and less than a pack behind them: one a thread.
             assert plan.threads >= 128 // ITEMSIZE[dtype] + plan.wide - 2
             assert int(plan.macros()["THREADS"]) * int(plan.macros()["BLOCKS"]) <= 1024

@@ -13,13 +13,12 @@ from typing import TypeAlias
 from .. import cuda, driver
 from ..driver import Device, Launch
 from ..integers import ceil_div, power_of_two
-from ..problem import ALL_OPS, BACKWARD, DTYPES, ITEMSIZE, Kernel, Problem
+from ..problem import ALL_OPS, DTYPES, FEATURES, ITEMSIZE, TOPK, Kernel, Problem
 from ..registry import Backend
-from . import fused_backward
+from . import fused_backward, fused_scores, fused_topk
 from .fused_columns import ColumnsPlan, plan_columns
+from .fused_rows import ACCESS_BYTES, BLOCK_SIZES, WARP, TeamPlan, round_up, share_of
 
-_ACCESS_BYTES = 16
-_WARP = 32
 _REGISTERS_PER_SM = 65536
 # Shared memory that the driver keeps for itself in each block, and the kernel's own few variables.
 _RESERVED_BYTES = 1024 + 1024
@@ -50,70 +49,47 @@ _GRID_ROWS = 16
 _MOST_COLS = 2**31
 # Threads that a multiprocessor runs at 64 registers each.
 _THREADS_PER_SM = 1024
-# Blocks are compiled for at most so many threads.
-_BLOCK_SIZES = (128, 256, 512)
 
 
-@dataclass(frozen=True)
-class RowPlan:
+@dataclass(frozen=True, kw_only=True)
+class RowPlan(TeamPlan):
     """How softmax_fused.cu takes rows whose elements are neighbors in memory.
 
     Attributes:
-        rows: Rows of the problem.
-        team: Lanes of a warp that share a row; 0: a block or several.
-        vectors: Packs that a thread holds in registers.
-        threads: Threads a block.
-        blocks_per_sm: Blocks that fit on a multiprocessor: what the compiler may spend on registers.
-        wide: Elements a pack: 16 bytes of input, or 1.
         congruent: Whether the input is at a multiple of 16 bytes where the output is.
-        overlap: Whether the launch may start before its predecessor in the stream has ended.
-        parts: Blocks that share a row: a cluster, or with ``cooperative`` a part of the grid.
-        cooperative: Whether all blocks run at once and wait for one another.
+        cooperative: Whether all blocks run at once and wait for one another; ``parts`` of the grid share a row
+            then, otherwise a cluster.
         shared_vectors: Packs that a thread holds in shared memory besides.
-        streamed: Whether there is more than all that, which is read twice.
     """
 
-    rows: int
-    team: int
-    vectors: int
-    threads: int
-    blocks_per_sm: int
-    wide: int
     congruent: bool
-    overlap: bool
-    parts: int = 1
     cooperative: bool = False
     shared_vectors: int = 0
-    streamed: bool = False
 
-    @property
-    def grid(self) -> int:
-        return ceil_div(self.rows, self.threads // self.team) if self.team else self.rows * self.parts
+    file = "softmax_fused.cu"
 
     def macros(self) -> dict[str, object]:
-        return {
-            "TEAM": self.team,
+        return super().macros() | {
             "CLUSTER": 1 if self.cooperative else self.parts,
             "GRID": self.cooperative,
-            "VECTORS": self.vectors,
             "SHARED": self.shared_vectors > 0,
-            "STREAMED": self.streamed,
-            "WIDE": self.wide,
             "CONGRUENT": self.congruent,
-            "THREADS": _up(self.threads, _BLOCK_SIZES),
-            "BLOCKS": self.blocks_per_sm,
         }
 
     def launch(self) -> Launch:
         return Launch(
             self.grid,
             self.threads,
-            shared=self.shared_vectors * self.threads * _ACCESS_BYTES,
+            shared=self.shared_vectors * self.threads * ACCESS_BYTES,
             cluster=1 if self.cooperative else self.parts,
             cooperative=self.cooperative,
             overlap=self.overlap,
             scratch=self.grid * 16 if self.cooperative else 0,
         )
+
+    def constants(self) -> list[ctypes.c_int]:
+        """The kernel's parameters after the layout."""
+        return [ctypes.c_int(self.shared_vectors)]
 
 
 @dataclass(frozen=True)
@@ -125,11 +101,17 @@ class StridedPlan:
     turn_out: bool
     grid: int
 
+    file = "softmax_fused_strided.cu"
+
     def macros(self) -> dict[str, object]:
         return {"LANES": self.lanes, "TURN_IN": self.turn_in, "TURN_OUT": self.turn_out}
 
     def launch(self) -> Launch:
         return Launch(self.grid, block=256)
+
+    def constants(self) -> list[ctypes.c_int]:
+        """The kernel has no parameters after the layout."""
+        return []
 
 
 Plan: TypeAlias = RowPlan | ColumnsPlan | StridedPlan
@@ -149,18 +131,14 @@ def _alignment(problem: Problem) -> tuple[int, bool, bool]:
     The first is whether all rows start at a multiple of 16 bytes. The second is whether input and output are in
     step: wherever one is at such a multiple, so is the other.
     """
-    wide = _ACCESS_BYTES // ITEMSIZE[problem.dtype]
+    wide = ACCESS_BYTES // ITEMSIZE[problem.dtype]
     x_start = problem.x_offset // ITEMSIZE[problem.dtype]
     out_start = problem.out_offset // ITEMSIZE[problem.out_dtype]
     stride = problem.strides[0] if problem.outer > 1 else problem.cols
-    out_wide = min(wide, _ACCESS_BYTES // ITEMSIZE[problem.out_dtype])
+    out_wide = min(wide, ACCESS_BYTES // ITEMSIZE[problem.out_dtype])
     congruent = (x_start - out_start) % out_wide == 0 and (stride - problem.cols) % out_wide == 0
     aligned = congruent and x_start % wide == 0 and (stride % wide == 0 or problem.outer == 1)
     return wide, aligned, congruent
-
-
-def _up(value: int, choices: tuple[int, ...]) -> int:
-    return next((c for c in choices if c >= value), choices[-1])
 
 
 def _plan_short(problem: Problem, device: Device) -> RowPlan | None:
@@ -177,8 +155,8 @@ def _plan_short(problem: Problem, device: Device) -> RowPlan | None:
         team = power_of_two(ceil_div(packs, 2 if packs <= 4 else 3))
         if not aligned:
             team = max(team, 4)  # up to two packs less one element a row are taken one by one
-    team = min(_WARP, team)
-    vectors = _up(ceil_div(packs, team), _SHORT_VECTORS)
+    team = min(WARP, team)
+    vectors = round_up(ceil_div(packs, team), _SHORT_VECTORS)
     few = problem.rows <= _FEW_ROWS_PER_SM * device.sm_count
     if packs > most * team or (few and vectors * wide > _MOST_OF_FEW):
         return None
@@ -208,10 +186,12 @@ def _plan_long(problem: Problem, device: Device) -> RowPlan:
     wide, _, congruent = _alignment(problem)
     packs = ceil_div(problem.cols, wide)
     split = _split(problem, packs, device)
-    excess = max(0, ceil_div(_share(packs, split.parts), split.threads) - split.vectors)
+    excess = max(0, ceil_div(share_of(packs, split.parts), split.threads) - split.vectors)
     registers = _REGISTERS if split.parts == 1 and not excess else _LONG_REGISTERS
     needed = min(128, registers[split.vectors] * _register_factor(problem))
-    blocks_per_sm = max(1, _REGISTERS_PER_SM // (_up(split.threads, _BLOCK_SIZES) * needed))
+    blocks_per_sm = max(1, _REGISTERS_PER_SM // (round_up(split.threads, BLOCK_SIZES) * needed))
+    if problem.mask and problem.causal:  # both take registers
+        blocks_per_sm = max(1, blocks_per_sm * 3 // 4)
     if split.cooperative:
         blocks_per_sm = max(blocks_per_sm, ceil_div(problem.rows * split.parts, device.sm_count))
     while blocks_per_sm > 1 and excess > _room(device, blocks_per_sm, split.threads):
@@ -241,12 +221,7 @@ def _register_factor(problem: Problem) -> int:
 def _room(device: Device, blocks_per_sm: int, threads: int) -> int:
     """Vectors a thread that fit in shared memory with that many blocks on a multiprocessor."""
     room = min(device.shared_per_block, device.shared_per_sm // blocks_per_sm) - _RESERVED_BYTES
-    return room // (threads * _ACCESS_BYTES)
-
-
-def _share(packs: int, parts: int) -> int:
-    """Packs of a row for each of several blocks: whole lines of 128 bytes."""
-    return packs if parts == 1 else ceil_div(packs, parts * 8) * 8
+    return room // (threads * ACCESS_BYTES)
 
 
 def _split(problem: Problem, packs: int, device: Device) -> _Split:
@@ -273,8 +248,9 @@ def _vectors(problem: Problem, share: int, threads: int, device: Device) -> int 
     """
     room = _room(device, _full_blocks(problem, threads), threads)
     each = ceil_div(share, threads)
-    usual = 80 <= device.capability < 100  # elsewhere the compiler needs more registers
-    few, many = (3, 6 if usual else 4) if _is_half(problem) else (4, 7)
+    # Elsewhere the compiler needs more registers, and so does a mask.
+    usual = 80 <= device.capability < 100 and not problem.mask
+    few, many = (3, 6 if usual else 4) if _is_half(problem) else (4, 4 if problem.mask else 7)
     if whole := next((vectors for vectors in (4, many) if each <= vectors), None):
         return whole
     return next((vectors for vectors in (few, many) if each <= vectors + room), None)
@@ -291,9 +267,9 @@ def _grid_in_registers(problem: Problem, packs: int, device: Device) -> _Split |
     most = 4 if _is_half(problem) else 8
     for threads, blocks_per_sm in ((256, 1), (512, 1), (512, 2 // _register_factor(problem))):
         parts = device.sm_count * blocks_per_sm // problem.rows
-        each = ceil_div(_share(packs, parts), threads)
+        each = ceil_div(share_of(packs, parts), threads)
         if parts > 1 and each <= most:
-            return _Split(parts, threads, _up(each, (2, 4, 8)), cooperative=True)
+            return _Split(parts, threads, round_up(each, (2, 4, 8)), cooperative=True)
     return None
 
 
@@ -305,22 +281,22 @@ def _split_few_rows(problem: Problem, packs: int, device: Device, largest_cluste
     def parts_of(threads: int) -> int:
         blocks = device.sm_count * _full_blocks(problem, threads) // problem.rows
         parts = min(largest_cluster, power_of_two(blocks + 1) // 2)
-        while parts > 1 and _share(packs, parts) < _FEWEST_PACKS:
+        while parts > 1 and share_of(packs, parts) < _FEWEST_PACKS:
             parts //= 2
         return parts
 
     parts, more_parts = parts_of(256), parts_of(128)
     if more_parts <= 1:
         return None
-    small = _share(packs, more_parts)
+    small = share_of(packs, more_parts)
     if small <= 4 * 128:
         return _Split(more_parts, 128, 2 if small <= 2 * 128 else 4)
-    each = ceil_div(_share(packs, parts), 256)
-    vectors = _vectors(problem, _share(packs, parts), 256, device)
+    each = ceil_div(share_of(packs, parts), 256)
+    vectors = _vectors(problem, share_of(packs, parts), 256, device)
     if parts > 1 and vectors and (each <= vectors or parts == more_parts):
         # With two such blocks a multiprocessor there are registers enough.
         few_blocks = problem.rows * parts * _register_factor(problem) <= 2 * device.sm_count
-        return _Split(parts, 256, 8 if vectors < each <= 8 and few_blocks else vectors)
+        return _Split(parts, 256, 8 if vectors < each <= 8 and few_blocks and not problem.mask else vectors)
     if vectors := _vectors(problem, small, 128, device):
         return _Split(more_parts, 128, vectors)
     return None
@@ -330,14 +306,14 @@ def _block_in_registers(problem: Problem, packs: int, device: Device) -> _Split 
     """A block a row."""
     half = _is_half(problem)
     # Most that fit in 128 registers.
-    most = 8 if _register_factor(problem) == 2 or not 80 <= device.capability < 120 else 16
+    most = 8 if _register_factor(problem) == 2 or not 80 <= device.capability < 120 else 12 if problem.mask else 16
     if packs > min(most * 256, _MOST_HALF_PACKS if half else _MOST_PACKS):
         return None
     few = problem.rows <= device.sm_count
     # A line of 128 bytes is peeled one element a thread.
     fewest = 96 if half else 64
     candidates = [
-        (max(fewest, ceil_div(ceil_div(packs, vectors), _WARP) * _WARP), vectors)
+        (max(fewest, ceil_div(ceil_div(packs, vectors), WARP) * WARP), vectors)
         for vectors in _REGISTERS
         if vectors <= (6 if packs <= 1536 else most)
     ]
@@ -356,11 +332,13 @@ def _split_as_little_as_possible(
     if largest_cluster == 1 and 2 * problem.rows <= device.sm_count:
         return None  # the grid is the only way to share a row
     for parts, threads in ((1, 256), (1, 512), (3, 256), (4, 256), (8, 256), (16, 256)):
-        vectors = _vectors(problem, _share(packs, parts), threads, device)
+        vectors = _vectors(problem, share_of(packs, parts), threads, device)
         # The last kilobytes of registers are for what would need twice as many blocks otherwise.
         if parts <= largest_cluster and vectors and (vectors <= 4 or parts >= 4):
             # In the longest rows as many vectors as registers hold: 1% faster.
-            return _Split(parts, threads, 7 if parts == 16 and not _is_half(problem) else vectors)
+            return _Split(
+                parts, threads, 7 if parts == 16 and not _is_half(problem) and not problem.mask else vectors
+            )
     return None
 
 
@@ -371,7 +349,7 @@ def _split_over_grid(problem: Problem, packs: int, device: Device, largest_clust
     for threads, blocks_per_sm in ((512, 1), (256, _full_blocks(problem, 256))):
         parts = device.sm_count * blocks_per_sm // problem.rows
         room = _room(device, blocks_per_sm, threads)
-        if parts > 1 and ceil_div(_share(packs, parts), threads) <= 4 + room:
+        if parts > 1 and ceil_div(share_of(packs, parts), threads) <= 4 + room:
             return _Split(parts, threads, 4, cooperative=True)
     # What the chip can't hold is read twice, but by all of it.
     parts = device.sm_count // problem.rows
@@ -382,7 +360,7 @@ def _plan_strided(problem: Problem, device: Device) -> StridedPlan:
     x_outer, x_col, x_inner = problem.strides
     x_row, out_row = (x_inner, 1) if problem.inner > 1 else (x_outer, problem.cols)
     # Fewer rows a block where there are too few for the chip, but whole 32-byte sectors.
-    lanes = min(_WARP, power_of_two(problem.rows))
+    lanes = min(WARP, power_of_two(problem.rows))
     fewest = 32 // ITEMSIZE[problem.dtype]
     while lanes > fewest and ceil_div(problem.rows, lanes) < 2 * device.sm_count:
         lanes //= 2
@@ -396,8 +374,10 @@ def _plan_strided(problem: Problem, device: Device) -> StridedPlan:
 
 def prepare(problem: Problem) -> Kernel:
     device = driver.device(problem.index)
-    if problem.op in BACKWARD.values():
+    if problem.is_backward:
         return fused_backward.prepare(problem, device)
+    if problem.op == TOPK:
+        return fused_topk.prepare(problem, device)
     while True:
         chosen = plan(problem, device)
         try:
@@ -411,13 +391,20 @@ def prepare(problem: Problem) -> Kernel:
 
 def prepare_planned(problem: Problem, chosen: Plan) -> Kernel:
     """The kernel for a launch that was chosen elsewhere; tests and tuning force theirs this way."""
-    macros = cuda.defines(problem, **chosen.macros())
+    macros = chosen.macros()
+    return fused_scores.kernel(
+        chosen.file, problem, chosen.launch(), scores_macros(problem, chosen), macros, *chosen.constants()
+    )
+
+
+def scores_macros(problem: Problem, chosen: Plan) -> dict[str, object]:
+    """The macros of fused_scores.cuh that go with a plan."""
     if isinstance(chosen, StridedPlan):
-        return cuda.kernel("softmax_fused_strided.cu", problem, macros, chosen.launch())
+        return fused_scores.macros(problem, 1)
     if isinstance(chosen, ColumnsPlan):
-        return cuda.kernel("softmax_fused_columns.cu", problem, macros, chosen.launch(), *chosen.constants())
-    shared_vectors = ctypes.c_int(chosen.shared_vectors)
-    return cuda.kernel("softmax_fused.cu", problem, macros, chosen.launch(), shared_vectors)
+        return fused_scores.macros(problem, chosen.wide, across=True)
+    _, aligned, _ = _alignment(problem)
+    return fused_scores.macros(problem, chosen.wide, anywhere=not aligned)
 
 
 BACKEND = Backend(
@@ -426,6 +413,7 @@ BACKEND = Backend(
     devices=("cuda",),
     dtypes=DTYPES,
     ops=ALL_OPS,
+    features=FEATURES,
     prepare=prepare,
     requires=cuda.REQUIRES,
     obstacles=cuda.obstacles,

@@ -10,61 +10,23 @@ from .. import cuda, driver
 from ..driver import Device, Launch
 from ..integers import ceil_div, power_of_two
 from ..problem import ITEMSIZE, Kernel, Problem
+from . import fused_scores
+from .fused_rows import ACCESS_BYTES, BLOCK_SIZES, WARP, TeamPlan, round_up, share_of
 
-_ACCESS_BYTES = 16
-_WARP = 32
 # Packs of y, and of dy, that a thread may hold; each is a kernel of its own, so few.
 _VECTORS = (1, 2, 3, 4)
-# Blocks are compiled for at most so many threads, of which a multiprocessor runs so many.
-_BLOCK_SIZES = (128, 256, 512)
+# So many of which a multiprocessor runs.
 _THREADS_PER_SM = 1024
 # Elements before a row's first whole line are a thread's each.
 _LINE_BYTES = 128
 _COLUMNS_THREADS = 256
 
 
-@dataclass(frozen=True)
-class BackwardPlan:
-    """How softmax_backward.cu takes rows whose elements are neighbors in memory.
-
-    Attributes:
-        rows: Rows of the problem.
-        team: Lanes of a warp that share a row; 0: a block or a cluster.
-        vectors: Packs of y, and of dy, that a thread holds in registers.
-        threads: Threads a block.
-        blocks_per_sm: So large blocks that fit on a multiprocessor: what the compiler may spend on registers.
-        wide: Elements a pack.
-        parts: Blocks of a cluster that share a row.
-        streamed: Whether there is more than all that, which is read twice.
-        overlap: Whether the launch may start before its predecessor in the stream has ended.
-    """
-
-    rows: int
-    team: int
-    vectors: int
-    threads: int
-    blocks_per_sm: int
-    wide: int
-    parts: int = 1
-    streamed: bool = False
-    overlap: bool = False
+@dataclass(frozen=True, kw_only=True)
+class BackwardPlan(TeamPlan):
+    """How softmax_backward.cu takes rows whose elements are neighbors in memory: ``parts`` blocks are a cluster."""
 
     file = "softmax_backward.cu"
-
-    @property
-    def grid(self) -> int:
-        return ceil_div(self.rows, self.threads // self.team) if self.team else self.rows * self.parts
-
-    def macros(self) -> dict[str, object]:
-        return {
-            "TEAM": self.team,
-            "CLUSTER": self.parts,
-            "VECTORS": self.vectors,
-            "STREAMED": self.streamed,
-            "WIDE": self.wide,
-            "THREADS": _block_size(self.threads),
-            "BLOCKS": self.blocks_per_sm,
-        }
 
     def launch(self) -> Launch:
         return Launch(self.grid, self.threads, cluster=self.parts, overlap=self.overlap, inputs=2)
@@ -118,12 +80,12 @@ Plan: TypeAlias = BackwardPlan | BackwardColumnsPlan
 
 def plan(problem: Problem, device: Device) -> Plan:
     """Choose the launch: a pure function of the problem and the GPU."""
-    wide = _ACCESS_BYTES // ITEMSIZE[problem.dtype]
+    wide = ACCESS_BYTES // ITEMSIZE[problem.dtype]
     overlap = device.capability >= 90
     if problem.inner > 1:
-        if problem.inner % wide:
-            wide = 1
-        lanes = min(_WARP, power_of_two(ceil_div(problem.inner, wide)))
+        if problem.inner % wide or (problem.mask and problem.mask.rows and problem.mask.rows[-1][0] % wide):
+            wide = 1  # a pack's elements lie one stride apart in the mask
+        lanes = min(WARP, power_of_two(ceil_div(problem.inner, wide)))
         # Fewer rows a block where there are too few for the chip, but whole sectors of 32 bytes.
         while lanes * wide * ITEMSIZE[problem.dtype] > 32 and (
             problem.outer * ceil_div(problem.inner, lanes * wide) < 2 * device.sm_count
@@ -131,27 +93,38 @@ def plan(problem: Problem, device: Device) -> Plan:
             lanes //= 2
         return BackwardColumnsPlan(problem.outer, problem.inner, wide, lanes, overlap)
     packs = ceil_div(problem.cols, wide)
-    if packs <= _WARP * _VECTORS[-1]:
-        team = min(_WARP, power_of_two(ceil_div(packs, 2 if packs <= 4 else 3)))
+    if packs <= WARP * _VECTORS[-1]:
+        team = min(WARP, power_of_two(ceil_div(packs, 2 if packs <= 4 else 3)))
         if problem.cols % wide:
             team = max(team, 4)  # up to two packs less one element a row are taken one by one
-        return BackwardPlan(problem.rows, team, _up(ceil_div(packs, team)), 128, 1, wide, overlap=overlap)
+        return BackwardPlan(
+            rows=problem.rows,
+            team=team,
+            vectors=round_up(ceil_div(packs, team), _VECTORS),
+            threads=128,
+            blocks_per_sm=1,
+            wide=wide,
+            overlap=overlap,
+        )
     largest = device.max_cluster if device.capability >= 90 else 1
     parts = 1
-    while parts < largest and _share(packs, parts) > _BLOCK_SIZES[-1] * _VECTORS[-1]:
+    while parts < largest and share_of(packs, parts) > BLOCK_SIZES[-1] * _VECTORS[-1]:
         parts *= 2
-    while 2 * parts <= largest and problem.rows * parts * 2 <= device.sm_count and _share(packs, 2 * parts) >= 256:
+    while (
+        2 * parts <= largest and problem.rows * parts * 2 <= device.sm_count and share_of(packs, 2 * parts) >= 256
+    ):
         parts *= 2  # few rows: all multiprocessors
-    share = _share(packs, parts)
+    share = share_of(packs, parts)
     singles = _LINE_BYTES // ITEMSIZE[problem.dtype] + wide - 2
-    threads, vectors = _fewest_empty(share, ceil_div(singles, _WARP) * _WARP)
-    factor = 2 if problem.dtype == "float64" else 1
+    threads, vectors = _fewest_empty(share, ceil_div(singles, WARP) * WARP)
+    # A mask and causality together take registers.
+    factor = 2 if problem.dtype == "float64" or (problem.mask and problem.causal) else 1
     return BackwardPlan(
-        problem.rows,
+        rows=problem.rows,
         team=0,
         vectors=vectors,
         threads=threads,
-        blocks_per_sm=max(1, _THREADS_PER_SM // _block_size(threads) // factor),
+        blocks_per_sm=max(1, _THREADS_PER_SM // round_up(threads, BLOCK_SIZES) // factor),
         wide=wide,
         parts=parts,
         streamed=share > threads * vectors,
@@ -162,24 +135,11 @@ def plan(problem: Problem, device: Device) -> Plan:
 def _fewest_empty(share: int, fewest_threads: int) -> tuple[int, int]:
     """Threads and packs of each for a part of a row: few places left empty, then few threads."""
     candidates = [
-        (max(fewest_threads, min(_BLOCK_SIZES[-1], ceil_div(ceil_div(share, vectors), _WARP) * _WARP)), vectors)
+        (max(fewest_threads, min(BLOCK_SIZES[-1], ceil_div(ceil_div(share, vectors), WARP) * WARP)), vectors)
         for vectors in _VECTORS[1:]
     ]
     fitting = [c for c in candidates if c[0] * c[1] >= share]
-    return min(fitting, key=lambda c: (c[0] * c[1], c[0])) if fitting else (_BLOCK_SIZES[-1], 3)
-
-
-def _share(packs: int, parts: int) -> int:
-    """Packs of a row for each of several blocks: whole lines of 128 bytes."""
-    return packs if parts == 1 else ceil_div(packs, parts * 8) * 8
-
-
-def _up(vectors: int) -> int:
-    return next(v for v in _VECTORS if v >= vectors)
-
-
-def _block_size(threads: int) -> int:
-    return next(size for size in _BLOCK_SIZES if size >= threads)
+    return min(fitting, key=lambda c: (c[0] * c[1], c[0])) if fitting else (BLOCK_SIZES[-1], 3)
 
 
 def prepare(problem: Problem, device: Device) -> Kernel:
@@ -193,5 +153,15 @@ def prepare(problem: Problem, device: Device) -> Kernel:
 
 def prepare_planned(problem: Problem, planned: Plan) -> Kernel:
     """The kernel for a launch that was chosen elsewhere; tests force theirs this way."""
-    macros = cuda.defines(problem, **planned.macros())
-    return cuda.kernel(planned.file, problem, macros, planned.launch(), *planned.constants())
+    scores = scores_macros(problem, planned)
+    return fused_scores.kernel(
+        planned.file, problem, planned.launch(), scores, planned.macros(), *planned.constants()
+    )
+
+
+def scores_macros(problem: Problem, planned: Plan) -> dict[str, object]:
+    """The macros of fused_scores.cuh that go with a plan."""
+    across = isinstance(planned, BackwardColumnsPlan)
+    return fused_scores.macros(
+        problem, planned.wide, across=across, anywhere=not across and problem.cols % planned.wide > 0
+    )

@@ -84,6 +84,8 @@ class ColumnsPlan:
     turn: bool = False
     aligned: bool = False
 
+    file = "softmax_fused_columns.cu"
+
     @property
     def threads(self) -> int:
         return self.across * self.groups
@@ -231,6 +233,8 @@ def widest(problem: Problem) -> int:
     planes, side, turn = _sides(problem)
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
     apart = [side, problem.strides[1]] + ([] if planes == 1 else [problem.strides[0]])
+    if problem.mask and problem.mask.rows:
+        apart.append(problem.mask.rows[-1][0])  # a pack's elements lie one stride apart in the mask
     wide = _ACCESS_BYTES // (2 * size if turn and size == 2 else size)
     while wide > 1 and (
         any(n % wide for n in apart)
@@ -291,7 +295,7 @@ def _plan_tile(problem: Problem, device: Device, wide: int, across: int, parts: 
     elif turn and not _out_is_aligned(problem):
         vectors = min(vectors, 2)  # writing one by one takes registers
     if across >= _WARP and across * groups <= _MOST_IN_REGISTERS and not turn:
-        alone = _VECTORS if slot == _ACCESS_BYTES else (4, vectors)
+        alone = (_VECTORS[:3] if problem.mask else _VECTORS) if slot == _ACCESS_BYTES else (4, vectors)
         vectors = next((v for v in alone if v >= ceil_div(share, groups)), vectors)
     # A multiprocessor full of threads, or more than half full; fewer only where more blocks can't share a tile.
     threads = min(_THREADS_PER_SM, device.shared_per_sm // _SHARED_PER_THREAD)
@@ -312,6 +316,7 @@ def _blocks_per_sm(problem: Problem, device: Device, held_bytes: int, most_threa
     """Blocks of the most threads that leave each the registers it needs: 64, 80 or 128."""
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
     many = size == 8 or held_bytes > _REGISTER_BYTES or (size == 2 and not 80 <= device.capability < 120)
+    many = many or problem.mask is not None or problem.causal
     if many or (out_size > size and most_threads == _MOST_IN_REGISTERS):
         return 512 // most_threads
     return 3 if size == 2 and most_threads == _MOST_IN_REGISTERS else 1024 // most_threads
