@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import minikernel
-from minikernel.problem import BACKWARD
+from minikernel.problem import BACKWARD, TOPK
 
 from . import figures, peers, targets
 from .measure import Bench, one_line
@@ -80,8 +80,9 @@ def take_figures(bench: Bench, results: Results, deadline: float, absent: dict[s
                 results.add_figure(figure)
         except Exception as error:
             absent[name] = one_line(error)
-    for record in gradient_records(bench, deadline):
-        results.add(record)
+    for op, grid in ((BACKWARD["softmax"], "gradients"), (TOPK, "topk")):
+        for record in records_of(op, grid, bench, deadline):
+            results.add(record)
     try:
         for record in host_records(deadline, results.header["seed"]):
             results.add(record)
@@ -89,16 +90,14 @@ def take_figures(bench: Bench, results: Results, deadline: float, absent: dict[s
         absent[f"numpy beside {peers.SCIPY}"] = one_line(error)
 
 
-def gradient_records(bench: Bench, deadline: float) -> Iterator[Record]:
-    """softmax's gradient by those who have one, on a GPU."""
+def records_of(op: str, grid: str, bench: Bench, deadline: float) -> Iterator[Record]:
+    """Another operation by those who have it, on a GPU."""
     if bench.space.device != "cuda":
         return
-    able = {name for name, info in minikernel.list_backends().items() if BACKWARD["softmax"] in info.ops}
+    able = {name for name, info in minikernel.list_backends().items() if op in info.ops}
     impls = [impl for impl in bench.impls if impl.name in {peers.COPY, peers.TORCH, peers.AUTO} | able]
-    of_gradients = Bench(
-        bench.space, impls, [BACKWARD["softmax"]], cache_bytes=bench.cache_bytes, deadline=deadline
-    )
-    yield from of_gradients.run(grid_tasks("gradients", DEFAULT_DTYPES))
+    of_op = Bench(bench.space, impls, [op], cache_bytes=bench.cache_bytes, deadline=deadline)
+    yield from of_op.run(grid_tasks(grid, DEFAULT_DTYPES))
 
 
 def host_records(deadline: float, seed: int) -> list[Record]:

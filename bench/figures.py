@@ -32,13 +32,15 @@ from .peers import AUTO, Impl, backend
 from .records import Figure
 from .shapes import DEFAULT_DTYPES, HOST_DTYPES, Task, grid_tasks
 from .spaces import Space
-from .timing import Turn, host_seconds
+from .timing import GraphTimer, Turn, host_seconds, once
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY_SHAPES = 10_000
 
 FLAT = f"host time at 512x600 after {MANY_SHAPES:,} shapes / before"
 TRAINING = "host time at 512x600 with requires_grad, over F.softmax's"
+SCORES = "device time with scale, mask or causality / without, a byte"
+UNFUSED = "PyTorch's scale, mask and softmax / auto"
 CACHED = f"entries in the fullest cache after {MANY_SHAPES:,} shapes"
 IMPORT = "import minikernel, beyond import numpy"
 WARM = "first call, warm disk cache"
@@ -103,6 +105,54 @@ def training(space: Space, peer: Impl) -> Iterator[Figure]:
     x = _normal(space, (512, 600)).requires_grad_()
     turns = [Turn(impl.eager("softmax", -1), [x], 1e-5) for impl in (backend(AUTO), peer)]
     yield Figure(TRAINING, round(_host_ratio(turns, space), 4))
+
+
+#: Matrices of attention's scores, more than the L2 cache holds.
+_SCORES_SHAPE = (4, 4096, 4096)
+
+
+def scores(space: Space) -> Iterator[Figure]:
+    """What a scale, a mask and causality cost, in device time over the plain call's for as many bytes.
+
+    A mask of the input's own shape is read besides; one that is broadcast stays in the cache. Beside ``auto``,
+    PyTorch's way: multiply, ``masked_fill``, softmax.
+    """
+    xp = space.xp
+    shape = _SCORES_SHAPE
+    whole = _normal(space, shape) > 0
+    asked: dict[str, dict[str, Any]] = {
+        "scale": {"scale": 0.125},
+        "broadcast mask": {"mask": whole[:1, :1]},
+        "whole mask": {"mask": whole},
+        "causal": {"causal": True},
+        "all": {"scale": 0.125, "mask": whole[:, :1], "causal": True},
+    }
+    for dtype in DEFAULT_DTYPES:
+        x, out = _normal(space, shape, dtype), space.empty(int(np.prod(shape)), dtype).reshape(shape)
+        for name in (AUTO, "cuda-fused", "triton-fused"):
+            call = partial(minikernel.softmax, x, backend=name, out=out)
+            plain = _device_seconds(space, call)
+            for what, given in asked.items():
+                took = _device_seconds(space, partial(call, **given))
+                per_byte = 1 + (0.5 / ITEMSIZE[dtype] if what == "whole mask" else 0)
+                yield Figure(SCORES, round(took / plain / per_byte, 4), "", f"{name} {dtype} {what}")
+                if name == AUTO and what == "whole mask":
+                    theirs = _device_seconds(space, partial(_unfused, xp, x, whole))
+                    yield Figure(UNFUSED, round(theirs / took, 4), "", f"{dtype} {what}")
+
+
+def _unfused(xp: Any, x: Any, mask: Any) -> Any:
+    return xp.softmax((x * 0.125).masked_fill(~mask, -math.inf), -1)
+
+
+def _device_seconds(space: Space, call: Callable[[], Any]) -> float:
+    def launch(i: int) -> Any:
+        return call()
+
+    launch(0)
+    timer = GraphTimer(launch, 1, once(launch, space.synchronize))
+    timer.replay()
+    return timer.seconds()
 
 
 def _host_ratio(turns: list[Turn], space: Space) -> float:
@@ -200,6 +250,7 @@ def collectors(space: Space, peer: Impl | None, deadline: float) -> dict[str, Ca
 
         left = deadline - time.monotonic()
         found["first calls"] = partial(first_calls, left if math.isfinite(left) else None)
+        found["scale, mask and causality"] = partial(scores, space)
         found["host time in training"] = partial(training, space, peer)
         found["host time after many shapes"] = partial(flatness, space, peer)
         found["memory of strided inputs"] = partial(device_memory, space)

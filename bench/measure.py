@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from minikernel import BackendError
-from minikernel.problem import ITEMSIZE
+from minikernel.problem import ITEMSIZE, TOPK
 
 from .buffers import PLACEMENTS, Buffers
 from .peers import AUTO, COPY, TORCH, Impl
@@ -84,7 +84,7 @@ class Bench:
     Args:
         space: Where the arrays live.
         impls: Who is measured, in order; the copy, if there, first, since it chooses where outputs lie.
-        ops: ``"softmax"``, ``"log_softmax"`` and their gradients, or some of them.
+        ops: ``"softmax"``, ``"log_softmax"``, their gradients and ``"softmax_topk"``, or some of them.
         cache_bytes: Size of the device's last cache; 0 for a CPU.
         deadline: Value of ``time.monotonic()`` after which nothing more is measured.
         sources: Values for the cases that have a label; the others are random.
@@ -251,13 +251,17 @@ def record(
         layout=task.layout,
         kernel_us=kernel and _five_digits(kernel * 1e6),
         host_us=host and _five_digits(host * 1e6),
-        gbs=seconds
-        and _five_digits((3 if is_gradient(op) else 2) * case.elements * ITEMSIZE[task.dtype] / seconds * 1e-9),
+        gbs=seconds and _five_digits(_arrays(op, impl) * case.elements * ITEMSIZE[task.dtype] / seconds * 1e-9),
         max_rel_error=relative and _five_digits(relative),
         max_abs_error=_five_digits(absolute) if absolute is not None and math.isfinite(absolute) else None,
         status=status,
         case=case.name,
     )
+
+
+def _arrays(op: str, impl: str) -> int:
+    """How many arrays of the input's size are read and written."""
+    return 3 if is_gradient(op) else 1 if op == TOPK and impl != COPY else 2
 
 
 def status_of(error: Exception) -> str:

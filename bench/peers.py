@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 
 import minikernel
 from minikernel import api
-from minikernel.problem import BACKWARD
+from minikernel.problem import BACKWARD, TOPK
 
 #: Every run times these beside the backends.
 COPY, TORCH = "copy", "F.softmax"
 #: What a call that names no backend runs.
 AUTO = "auto"
+#: How many of the largest ``softmax_topk`` gives, unless a run says otherwise.
+K = 8
 # Gradient -> whose it is.
 _FORWARD = {backward: op for op, backward in BACKWARD.items()}
 
@@ -27,7 +29,8 @@ class Impl:
         name: As records have it.
         into: ``into(op, x, dim, out)``: softmax or log_softmax of ``x`` along ``dim``, into ``out`` if the
             implementation can; returns the result. Of their gradients ``x`` is the pair (y, dy). Raises ValueError,
-            BackendError or NotImplementedError for an input that it doesn't take.
+            BackendError or NotImplementedError for an input that it doesn't take. Of ``softmax_topk`` the result is
+            a pair, probabilities and indices, and ``out`` isn't filled.
         eager: ``eager(op, dim)`` returns the call that a user makes, of ``x`` alone; its host time is taken.
     """
 
@@ -36,8 +39,8 @@ class Impl:
     eager: Callable[[str, int], Callable[[Any], Any]]
 
 
-def backend(name: str) -> Impl:
-    """A registered backend, or ``"auto"``, through the public functions."""
+def backend(name: str, k: int = K) -> Impl:
+    """A registered backend, or ``"auto"``, through the public functions; ``k`` is for ``softmax_topk``."""
     ops = {"softmax": minikernel.softmax, "log_softmax": minikernel.log_softmax}
     gradients: dict[tuple[Any, ...], Callable[[Any, Any], Any] | None] = {}
 
@@ -51,11 +54,15 @@ def backend(name: str) -> Impl:
         return run(dy, y)
 
     def into(op: str, x: Any, dim: int, out: Any) -> Any:
+        if op == TOPK:
+            return minikernel.softmax_topk(x, k, dim, backend=name)
         return gradient(op, x, dim) if op in _FORWARD else ops[op](x, dim, backend=name, out=out)
 
     def eager(op: str, dim: int) -> Callable[[Any], Any]:
         if op in _FORWARD:
             return lambda pair: gradient(op, pair, dim)
+        if op == TOPK:
+            return partial(minikernel.softmax_topk, k=k, dim=dim, backend=name)
         return partial(ops[op], dim=dim, backend=name)
 
     return Impl(name, into, eager)
@@ -70,8 +77,11 @@ def unavailable(name: str, reason: str) -> Impl:
     return Impl(name, into, lambda op, dim: partial(into, op, dim=dim, out=None))
 
 
-def torch_softmax() -> Impl:
-    """``torch.nn.functional.softmax``, eager; into ``out`` by ``torch.softmax``, the same kernel."""
+def torch_softmax(k: int = K) -> Impl:
+    """``torch.nn.functional.softmax``, eager; into ``out`` by ``torch.softmax``, the same kernel.
+
+    Of ``softmax_topk``, ``torch.topk`` of it.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -84,10 +94,17 @@ def torch_softmax() -> Impl:
             return torch._softmax_backward_data(dy, y, dim, y.dtype, **({} if out is None else {"grad_input": out}))
         return torch._log_softmax_backward_data(dy, y, dim, y.dtype, **({} if out is None else {"out": out}))
 
+    def topk(x: Any, dim: int) -> Any:
+        return torch.topk(F.softmax(x, dim), k, dim)
+
     def into(op: str, x: Any, dim: int, out: Any) -> Any:
+        if op == TOPK:
+            return topk(x, dim)
         return gradient(op, x, dim, out) if op in _FORWARD else filling[op](x, dim, out=out)
 
     def call(op: str, dim: int) -> Callable[[Any], Any]:
+        if op == TOPK:
+            return partial(topk, dim=dim)
         return (lambda pair: gradient(op, pair, dim)) if op in _FORWARD else partial(eager[op], dim=dim)
 
     return Impl(TORCH, into, call)
@@ -102,9 +119,10 @@ def copy(xp: Any) -> Impl:
     return Impl(COPY, into, lambda op, dim: (lambda pair: xp.add(*pair)) if op in _FORWARD else xp.negative)
 
 
-def _refuse_gradient(op: str) -> None:
-    if op in _FORWARD:
-        raise NotImplementedError("its gradient isn't measured")
+def _refuse_others(op: str) -> None:
+    """What has softmax and its logarithm alone."""
+    if op in _FORWARD or op == TOPK:
+        raise NotImplementedError(f"its {op} isn't measured")
 
 
 def torch_compile() -> Impl:
@@ -116,7 +134,7 @@ def torch_compile() -> Impl:
     compiled = {op: torch.compile(function, fullgraph=True, dynamic=False) for op, function in eager.items()}
 
     def into(op: str, x: Any, dim: int, out: Any) -> Any:
-        _refuse_gradient(op)
+        _refuse_others(op)
         return compiled[op](x, dim=dim)
 
     return Impl("torch.compile", into, lambda op, dim: partial(compiled[op], dim=dim))
@@ -129,7 +147,7 @@ def scipy_softmax() -> Impl:
     functions = {"softmax": special.softmax, "log_softmax": special.log_softmax}
 
     def into(op: str, x: Any, dim: int, out: Any) -> Any:
-        _refuse_gradient(op)
+        _refuse_others(op)
         return functions[op](x, axis=dim)
 
     return Impl(SCIPY, into, lambda op, dim: partial(functions[op], axis=dim))

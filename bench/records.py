@@ -19,7 +19,7 @@ class Record:
     """One implementation on one task.
 
     Attributes:
-        op: ``"softmax"``, ``"log_softmax"`` or the gradient of one.
+        op: ``"softmax"``, ``"log_softmax"``, the gradient of one, or ``"softmax_topk"``.
         impl: A backend's name, ``"auto"``, ``"F.softmax"``, ``"copy"`` or a peer's.
         dtype: Of the input and the output.
         rows, cols: How many softmaxes, over how many elements.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from minikernel.problem import BACKWARD
+from minikernel.problem import BACKWARD, TOPK
 
 from .spaces import Space
 
@@ -124,6 +124,8 @@ class Reference:
 
     def check(self, op: str, y: Any) -> Verdict:
         """Compare a result of ``op``, of the input's shape, with the reference."""
+        if op == TOPK:
+            return self._check_topk(*y)
         xp, tolerance = self._space.xp, TOLERANCES[op.removesuffix("_backward"), self._dtype]
         if tuple(y.shape) != self._shape or y.dtype != self._space.dtype(self._dtype):
             return Verdict(None, math.nan, f"returned {y.dtype} of shape {tuple(y.shape)}")
@@ -149,6 +151,20 @@ class Reference:
         elif not self._all and not bool(xp.isnan(right).any()) and self._holds_nan(y):
             fault = "NaN in a row outside the sample, or a row never written"
         return Verdict(_finite(worst_relative), worst, fault)
+
+    def _check_topk(self, probabilities: Any, indices: Any) -> Verdict:
+        """The k largest, in their order, and each where it is said to be: equal ones may be any of those."""
+        xp, tolerance = self._space.xp, TOLERANCES["softmax", self._dtype]
+        right = self._answer("softmax")
+        got, where = self._space.wide(self._take(probabilities)), self._take(indices)
+        largest, there = self._space.largest(right, got.shape[-1]), self._space.gather(right, where)
+        error = xp.abs(got - largest)
+        allowed = tolerance.relative * largest + tolerance.absolute
+        close = (error <= allowed) & (xp.abs(there - largest) <= allowed)
+        worst = float((error / largest)[largest >= tolerance.smallest].max())
+        bad = math.prod(close.shape) - int(close.sum())
+        fault = f"{bad} of {math.prod(close.shape)} of the largest are wrong" if bad else None
+        return Verdict(_finite(worst), float(error.max()), fault)
 
 
 def _finite(value: float | None) -> float | None:

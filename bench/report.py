@@ -21,7 +21,7 @@ from bench.peers import AUTO, COPY, TORCH
 from bench.records import OK, Figure, Record, Results, load
 from bench.rows import Row, Rows, in_full, is_of_the_host, rows_of, usual
 from bench.shapes import DEFAULT_DTYPES, DTYPES, TABLE, grid_tasks, last
-from minikernel.problem import ALL_OPS
+from minikernel.problem import ALL_OPS, TOPK
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,9 @@ def significant(value: float) -> str:
 
 def label(impl: str, op: str) -> str:
     """How tables write an implementation: PyTorch's by the function that was called."""
-    return f"F.{op}" if impl == TORCH else impl
+    if impl == TORCH:
+        return "torch.topk(F.softmax)" if op == TOPK else f"F.{op}"
+    return impl
 
 
 def machine_line(header: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ from bench.peers import Impl
 from bench.records import Record, Results
 from bench.shapes import CONTIGUOUS, DEFAULT_DTYPES, DTYPES, GRIDS, LAYOUTS, Task, grid_tasks, parse_shape
 from bench.spaces import NumPySpace, Space, TorchSpace
-from minikernel.problem import ALL_OPS
+from minikernel.problem import ALL_OPS, MOST_K
 from minikernel.sources import source_hash
 
 #: On a GPU, host backends are a side show: large arrays are left out sooner.
@@ -60,6 +60,9 @@ def parser() -> Parser:
     what.add_argument("--shapes", help="512x600,8x128256; 8x1000x64x64@1 reduces axis 1")
     what.add_argument("--grid", help=f"{', '.join(GRIDS)} (default: all on a GPU, quick without)")
     what.add_argument("--input", type=Path, metavar="FILE", help="your own arrays, .npy or .npz")
+    new.add_argument(
+        "--k", type=int, default=peers.K, help=f"for softmax_topk: how many of the largest (1 to {MOST_K})"
+    )
     new.add_argument("--dim", type=int, default=-1, help="axis to reduce, for --shapes and --input")
     new.add_argument("--dtypes", help=f"of {', '.join(DTYPES)} (default: the first three; --input: its own)")
     new.add_argument("--layouts", help=f"of {', '.join(LAYOUTS)} (default: contiguous; a grid's own)")
@@ -114,6 +117,8 @@ def plan(options: argparse.Namespace) -> Plan:
     everything = ["auto", *registered]
     backends = choose(options.backends, ["all", *everything], "backend")
     ops = choose(options.op, ALL_OPS, "op")
+    if not 1 <= options.k <= MOST_K:
+        raise ValueError(f"--k {options.k}: it must be 1 to {MOST_K}")
     layouts = choose(options.layouts, LAYOUTS, "layout") if options.layouts is not None else []
     if options.device == "cuda" and not machine.has_gpu():
         raise ValueError("--device cuda: PyTorch sees no NVIDIA GPU here")
@@ -181,15 +186,15 @@ def benches(asked: Plan, options: argparse.Namespace, deadline: float) -> tuple[
     here, on_host = [], []
     for name in asked.backends:
         if name == "auto":
-            here.append(peers.backend(name))
+            here.append(peers.backend(name, options.k))
         elif not info[name].available:
             absent[name] = "; ".join(info[name].reasons)
             if asked.named:
                 here.append(peers.unavailable(name, absent[name]))
         elif asked.device in info[name].devices:
-            here.append(peers.backend(name))
+            here.append(peers.backend(name, options.k))
         elif "cpu" in info[name].devices:
-            on_host.append(peers.backend(name))
+            on_host.append(peers.backend(name, options.k))
         else:
             absent[name] = f"it works on {', '.join(info[name].devices)} memory"
             if asked.named:
@@ -199,7 +204,7 @@ def benches(asked: Plan, options: argparse.Namespace, deadline: float) -> tuple[
     space = space_for(asked.device, asked.framework, seed)
     others: list[Impl] = [peers.copy(space.xp)]
     if asked.framework == "torch":
-        others.append(peers.torch_softmax())
+        others.append(peers.torch_softmax(options.k))
     else:
         why = "the arrays are NumPy's" if options.peers else "torch is not installed (pip install torch)"
         absent[peers.TORCH] = why

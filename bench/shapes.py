@@ -166,6 +166,8 @@ GRIDS: dict[str, tuple[Case, ...]] = {
     ),
     # For gradients, which read two arrays: the rows of attention scores.
     "gradients": _cases((4096,), (1024, 2048, 4096, 8192, 16384, 32768)),
+    # The likeliest tokens of few rows of logits.
+    "topk": _cases((1, 2, 4, 8, 16, 32, 64), (128256,), scope="device"),
     # Few rows, too long for one multiprocessor each.
     "few": _cases(FEW_ROWS, (32000, 50257, 128256, 262144, 1048576), dtypes=FEW_DTYPES, scope="device"),
     # Neighboring lengths and row counts, whose times should be neighbors too.

@@ -36,6 +36,12 @@ class Space(Protocol):
     def rounded(self, x: Any, dtype: str) -> Any:
         """float64 values rounded to ``dtype``, as float64."""
 
+    def largest(self, x: Any, k: int) -> Any:
+        """The k largest along the last axis, in descending order."""
+
+    def gather(self, x: Any, indices: Any) -> Any:
+        """Elements along the last axis, by their indices there."""
+
     def synchronize(self) -> None:
         """Wait for all work queued so far."""
 
@@ -68,6 +74,12 @@ class TorchSpace:
 
     def rounded(self, x: Any, dtype: str) -> Any:
         return x.to(self.dtype(dtype)).to(self.xp.float64)
+
+    def largest(self, x: Any, k: int) -> Any:
+        return self.xp.topk(x, k, -1).values
+
+    def gather(self, x: Any, indices: Any) -> Any:
+        return x.gather(-1, indices)
 
     def synchronize(self) -> None:
         if self.device == "cuda":
@@ -105,6 +117,12 @@ class NumPySpace:
     def rounded(self, x: Any, dtype: str) -> Any:
         with np.errstate(over="ignore"):
             return x.astype(self.dtype(dtype)).astype(np.float64)
+
+    def largest(self, x: Any, k: int) -> Any:
+        return np.sort(x, axis=-1)[..., ::-1][..., :k]
+
+    def gather(self, x: Any, indices: Any) -> Any:
+        return np.take_along_axis(x, indices, -1)
 
     def synchronize(self) -> None:
         pass

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from minikernel.dispatch import CACHE_SIZE
-from minikernel.problem import BACKWARD, OPS
+from minikernel.problem import BACKWARD, OPS, TOPK
 
 from . import cliffs, figures
 from .peers import AUTO, COPY, OPTIONAL_NAMES, SCIPY, TORCH
@@ -237,6 +237,20 @@ def gradient(impl: str) -> Callable[[Evidence], Values]:
     return values
 
 
+def topk(impl: str) -> Callable[[Evidence], Values]:
+    """How much longer ``torch.topk`` of ``F.softmax`` takes; on the grid ``topk``."""
+
+    def values(found: Evidence) -> Values:
+        for task in grid_tasks("topk", DEFAULT_DTYPES):
+            row = found.rows.get((TOPK, *_key(task)[1:]), {})
+            yield (
+                _over(_time(row.get(TORCH)), _time(row.get(impl))),
+                _where(task.dtype, task.layout, task.case.name),
+            )
+
+    return values
+
+
 def figure(name: str) -> Callable[[Evidence], Values]:
     """What the figures of that name say."""
 
@@ -327,6 +341,11 @@ TARGETS = (
     Target("10", "gradient of 1K to 32K columns: cuda-fused / copy", gradient(FUSED), 1.08),
     Target("10", "gradient of 1K to 32K columns: triton-fused / copy", gradient(TRITON), 1.08),
     Target("10", "host time with requires_grad: auto / F.softmax", figure(figures.TRAINING), 1.7),
+    Target("11", "scale, mask, causality: time / without, a byte", figure(figures.SCORES), 1.15),
+    Target("11", "PyTorch's scale, mask and softmax / auto", figure(figures.UNFUSED), 2.0, at_least=True),
+    Target("12", "torch.topk of F.softmax, k = 8 / auto", topk(AUTO), 3.0, at_least=True),
+    Target("12", "torch.topk of F.softmax, k = 8 / cuda-fused", topk(FUSED), 3.0, at_least=True),
+    Target("12", "torch.topk of F.softmax, k = 8 / triton-fused", topk(TRITON), 3.0, at_least=True),
 )
 
 

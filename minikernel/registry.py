@@ -169,7 +169,7 @@ class BackendInfo:
         name: The backend's name.
         available: Whether it can run here.
         reasons: Why not, as sentences; empty when available.
-        devices, dtypes, ops, features, rank, limits: As the backend declares them.
+        devices, dtypes, ops, rank, limits, features: As the backend declares them.
     """
 
     name: str
@@ -178,9 +178,9 @@ class BackendInfo:
     devices: tuple[str, ...]
     dtypes: tuple[str, ...]
     ops: tuple[str, ...]
-    features: tuple[str, ...]
     rank: float
     limits: Mapping[str, str]
+    features: tuple[str, ...] = ()
 
 
 def _entry_points() -> list[Any]:
@@ -385,12 +385,12 @@ class Registry:
                 backend.devices,
                 backend.dtypes,
                 backend.ops,
-                backend.features,
                 backend.rank,
                 backend.limits,
+                backend.features,
             )
         for name, reason in self._broken.items():
-            found.setdefault(name, BackendInfo(name, False, (reason,), (), (), (), (), 1_000_000, {}))
+            found.setdefault(name, BackendInfo(name, False, (reason,), (), (), (), 1_000_000, {}))
         return found
 
     def __iter__(self) -> Iterator[Backend]:

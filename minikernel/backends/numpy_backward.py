@@ -1,59 +1,71 @@
 """Gradients of the ``numpy`` backend: tile by tile in the cache, on several threads for large inputs.
 
-dx = y * (dy - sum(dy * y)) for softmax, dx = dy - exp(y) * sum(dy) for log-softmax.
+dx = y * (dy - sum(dy * y)) for softmax, dx = dy - exp(y) * sum(dy) for log-softmax; times the scale, if there is
+one, and 0 where an element doesn't count.
 """
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
 
 from ..problem import Problem
-from .numpy_tiles import Array, pack, share, unpacked
+from .numpy_scores import dropped_of, fit_scale
+from .numpy_tiles import FEWEST_FOR_THREADS, Array, Cut, pack, row_tiles, share, unpacked
 
 # Elements of a tile, four of which fit in a core's cache.
 _TILE = 1 << 15
-# Below so many elements threads cost more than they save.
-_FEWEST_FOR_THREADS = 1 << 17
-
-
-def tiles(problem: Problem) -> list[tuple[slice, slice, slice]]:
-    """Cuts of ``(outer, cols, inner)`` into tiles of whole rows, each about as large as the cache likes."""
-    cols, inner = problem.cols, problem.inner
-    wide = min(inner, max(1, _TILE // cols))
-    high = max(1, _TILE // (cols * wide)) if wide == inner else 1
-    outer_cuts = [slice(i, i + high) for i in range(0, problem.outer, high)]
-    inner_cuts = [slice(i, i + wide) for i in range(0, inner, wide)]
-    return [(one, slice(None), other) for one, other in product(outer_cuts, inner_cuts)]
 
 
 class Backward:
-    """The gradient for one problem: ``backward(y, dx, 0, dy)``."""
+    """The gradient for one problem: ``backward(y, dx, 0, dy)``, and a mask and a scale where it has features."""
 
     def __init__(self, problem: Problem, threads: int) -> None:
-        self.log = problem.op == "log_softmax_backward"
-        self.dtype, self.out_dtype = problem.dtype, problem.out_dtype
-        self.cuts = tiles(problem)
-        self.threads = threads if problem.rows * problem.cols >= _FEWEST_FOR_THREADS else 1
+        self.problem = problem
+        self.dtype, self.out_dtype, self.log = problem.dtype, problem.out_dtype, problem.is_log
+        self.cuts = row_tiles(problem, _TILE)
+        self.threads = threads if problem.rows * problem.cols >= FEWEST_FOR_THREADS else 1
         # Along the contiguous axis NumPy sums pairwise; along another one after the other, in which float32 loses.
         self.sum_dtype = np.float64 if problem.inner > 1 else None
 
-    def __call__(self, y: Array, dx: Array, stream: int, dy: Any) -> None:
-        def take(cut: tuple[slice, slice, slice], scratch: None) -> None:
-            dx_of_cut = self.gradient(unpacked(y[cut], self.dtype), unpacked(dy[cut], self.dtype))
-            pack(dx_of_cut, dx[cut], self.out_dtype)
+    def __call__(
+        self, y: Array, dx: Array, stream: int, dy: Any, mask: Array | None = None, scale: float = 1.0
+    ) -> None:
+        dtype, out_dtype = self.dtype, self.out_dtype
+        drop = dropped_of(self.problem, mask)
+
+        def take(cut: Cut, scratch: None) -> None:
+            of_cut = unpacked(y[cut], dtype), unpacked(dy[cut], dtype)
+            keep = None if drop is None else _bits(drop[cut].tile(), of_cut[0].dtype.itemsize)
+            result = self.gradient(*of_cut, keep)
+            if scale != 1:
+                np.multiply(result, fit_scale(scale, dtype), out=result)
+            if keep is not None:
+                _clear(result, keep)
+            pack(result, dx[cut], out_dtype)
 
         share(take, self.cuts, self.threads, lambda: None)
 
-    def gradient(self, y: Array, dy: Array) -> Array:
+    def gradient(self, y: Array, dy: Array, keep: Array | None) -> Array:
+        result = np.exp(y) if self.log else np.multiply(dy, y)
+        if keep is not None and not self.log:
+            _clear(result, keep)
+        total = np.add.reduce(dy if self.log else result, axis=1, keepdims=True, dtype=self.sum_dtype)
+        total = total.astype(dy.dtype, copy=False)
         if self.log:
-            total = np.add.reduce(dy, axis=1, keepdims=True, dtype=self.sum_dtype).astype(dy.dtype, copy=False)
-            result = np.exp(y)
             np.multiply(result, total, out=result)
             return np.subtract(dy, result, out=result)
-        result = np.multiply(dy, y)
-        total = np.add.reduce(result, axis=1, keepdims=True, dtype=self.sum_dtype).astype(dy.dtype, copy=False)
         np.subtract(dy, total, out=result)
         return np.multiply(result, y, out=result)
+
+
+def _bits(dropped: Array, size: int) -> Array:
+    """Integers of ``size`` bytes: no bit set where an element doesn't count, else all."""
+    return np.subtract(dropped, 1, dtype=f"u{size}")
+
+
+def _clear(values: Array, keep: Array) -> None:
+    """Put 0 where elements don't count, also for NaN; in bits, as a random mask would mislead branches."""
+    bits = values.view(keep.dtype)
+    np.bitwise_and(bits, keep, out=bits)

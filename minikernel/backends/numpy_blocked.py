@@ -10,27 +10,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from itertools import product
-from math import prod
+from math import copysign, prod
 
 import numpy as np
 
-from minikernel.problem import ALL_OPS, BACKWARD, DTYPES, Kernel, Problem
+from minikernel.problem import ALL_OPS, DTYPES, FEATURES, TOPK, Kernel, Problem
 from minikernel.registry import Backend
 
 from .numpy_backward import Backward
 from .numpy_plan import BLOCK_BYTES, LANES, MAX_THREADS, MERGED, SHORT, Plan, plan
+from .numpy_scores import Scores, dropped_of, fit_scale
 from .numpy_tiles import Array, Item, round_to_bfloat16, round_to_subnormal_half, share
+from .numpy_topk import TopK
 
 BLOCKED_SIZE = 1 << 14  # elements from which it pays to transpose in blocks
 GAP = 16  # elements between runs in scratch memory
 
 
-def build(problem: Problem, cpus: int) -> Callable[[Array, Array, int, int], None]:
+def build(problem: Problem, cpus: int) -> Callable[..., None]:
     """What :class:`Kernel` runs for ``problem`` on ``cpus`` processors."""
     planned = plan(problem, cpus)
     simple = planned.strips == planned.pieces == planned.max_fold == planned.sum_fold == 1
-    if simple and planned.in_output and not planned.staged:  # for a tiny input the calls are the cost
-        return _simple_softmax if problem.op == "softmax" else _simple_log_softmax
+    if simple and planned.in_output and not planned.staged and not problem.features:
+        return _simple_log_softmax if problem.is_log else _simple_softmax  # for a tiny input the calls are the cost
     return Softmax(problem, planned)
 
 
@@ -51,8 +53,8 @@ class Softmax:
     """Softmax or log-softmax of one problem, by its plan."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
-        self.plan = plan
-        self.log = problem.op == "log_softmax"
+        self.problem, self.plan = problem, plan
+        self.log = problem.is_log
         self.dtype, self.out_dtype = problem.dtype, problem.out_dtype
         self.axis = plan.order.index(1)
         # Whether arithmetic can write to the output: in runs, or across runs so short that a copy is no faster.
@@ -66,9 +68,19 @@ class Softmax:
         kept = plan.pieces * (prod(plan.tile) // plan.tile[self.axis])
         self.in_turn = plan.strips >= 2 * plan.threads and kept * MAX_THREADS <= MERGED
 
-    def __call__(self, x: Array, out: Array, stream: int = 0, scratch: int = 0) -> None:
+    def __call__(
+        self,
+        values: Array,
+        out: Array,
+        stream: int = 0,
+        scratch: int = 0,
+        mask: Array | None = None,
+        scale: float = 1.0,
+    ) -> None:
         plan = self.plan
-        x, out = x.transpose(plan.order), out.transpose(plan.order)
+        drop = dropped_of(self.problem, mask, plan.order)
+        x = Scores(values.transpose(plan.order), drop, fit_scale(scale, plan.work_dtype))
+        out = out.transpose(plan.order)
         with np.errstate(all="ignore"):
             if plan.strips == plan.pieces == 1:
                 self.whole_rows(x, out, self.new_scratch())
@@ -92,10 +104,10 @@ class Softmax:
         """Do ``task(item, scratch)`` for all items, on this thread and on what helpers there are."""
         share(task, items, self.plan.threads, self.new_scratch)
 
-    def whole_rows(self, x: Array, out: Array, scratch: Array) -> None:
+    def whole_rows(self, x: Scores, out: Array, scratch: Array) -> None:
         work, spare = self.tiles(out, scratch)
-        values = self.load(x, work)
-        np.subtract(values, self.reduce(np.maximum, values, self.plan.max_fold), out=work)
+        values = self.scores(x, work, spare)
+        x.subtract(values, self.reduce(x.highest, values, self.plan.max_fold), work)
         powers = np.exp(work, out=spare if self.log else work)
         total = self.reduce(np.add, powers, self.plan.sum_fold)
         if self.straight:
@@ -104,21 +116,21 @@ class Softmax:
             self.normalize(work, total, work)
             self.store(work, spare, out)
 
-    def split_rows(self, x: Array, out: Array, for_all: Callable[..., None]) -> None:
+    def split_rows(self, x: Scores, out: Array, for_all: Callable[..., None]) -> None:
         """The online softmax over pieces of rows; ``for_all(task, items)`` does the work, threaded or not."""
         pieces = self.pieces
-        lowest = float(np.finfo(self.plan.work_dtype).min)
-        rows = tuple(1 if axis == self.axis else n for axis, n in enumerate(x.shape))
+        lowest = copysign(float(np.finfo(self.plan.work_dtype).max), x.lowest)
+        rows = tuple(1 if axis == self.axis else n for axis, n in enumerate(out.shape))
         peaks, sums = np.empty((2, len(pieces), *rows))
         keeps = self.out_dtype == self.plan.work_dtype
 
         def exponentiate(k: int, scratch: Array) -> None:
             piece = out[pieces[k]]
             work, spare = self.tiles(piece, scratch)
-            values = self.load(x[pieces[k]], work)
-            peak = self.reduce(np.maximum, values, self.plan.max_fold)
-            np.maximum(peak, lowest, out=peak)  # so that the powers of nothing but -inf are 0
-            np.subtract(values, peak, out=work)
+            values = self.scores(x[pieces[k]], work, spare)
+            peak = self.reduce(x.highest, values, self.plan.max_fold)
+            x.highest(peak, lowest, out=peak)  # so that the powers of nothing but -inf are 0
+            x.subtract(values, peak, work)
             powers = np.exp(work, out=spare if self.log else work)
             peaks[k], sums[k] = peak, self.reduce(np.add, powers, self.plan.sum_fold)
             if keeps:
@@ -134,15 +146,15 @@ class Softmax:
         def recompute(k: int, scratch: Array) -> None:
             piece = out[pieces[k]]
             work, spare = self.tiles(piece, scratch)
-            np.subtract(self.load(x[pieces[k]], work), peak, out=work)
+            x.subtract(self.scores(x[pieces[k]], work, spare), peak, work)
             if not self.log:
                 np.exp(work, out=work)
             self.normalize(work, total, work)
             self.store(work, spare, piece)
 
         for_all(exponentiate, range(len(pieces)))
-        peak = np.maximum.reduce(peaks)
-        shifts = np.subtract(peaks, peak, out=peaks)
+        peak = x.highest.reduce(peaks)
+        shifts = x.subtract(peaks, peak, peaks)
         scales = np.exp(shifts)
         total = np.add.reduce(np.multiply(sums, scales, out=sums))
         if keeps:
@@ -159,6 +171,11 @@ class Softmax:
         tiles = [out] if self.plan.in_output else []
         tiles += [part[:first, :second, :last] for part in scratch]
         return tiles[0], tiles[-1]
+
+    def scores(self, x: Scores, work: Array, spare: Array) -> Array:
+        """The input as :meth:`load` gives it, with the lowest score where an element doesn't count."""
+        values = self.load(x.x, work)
+        return values if x.dropped is None else x.dropped.fill(values, x.lowest, work, spare)
 
     def load(self, x: Array, work: Array) -> Array:
         """``x`` as ``work_dtype``: itself if it can be read as it lies, else in ``work``."""
@@ -245,9 +262,19 @@ def _cpus() -> int:
 
 def prepare(problem: Problem) -> Kernel:
     """The kernel for ``problem``, whose ``run`` returns when the work is done."""
-    if problem.op in BACKWARD.values():
+    if problem.op == TOPK:
+        return Kernel(TopK(problem, min(_cpus(), MAX_THREADS)))
+    if problem.is_backward:
         return Kernel(Backward(problem, min(_cpus(), MAX_THREADS)))
     return Kernel(build(problem, _cpus()))
 
 
-BACKEND = Backend(name="numpy", rank=50, devices=("cpu",), dtypes=DTYPES, ops=ALL_OPS, prepare=prepare)
+BACKEND = Backend(
+    name="numpy",
+    rank=50,
+    devices=("cpu",),
+    dtypes=DTYPES,
+    ops=ALL_OPS,
+    features=FEATURES,
+    prepare=prepare,
+)

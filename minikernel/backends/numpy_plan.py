@@ -15,6 +15,7 @@ TILE_BYTES = 1 << 20  # smaller tiles cost more in calls than they save in misse
 LONG_TILE = 2  # such tiles in one that takes in whole rows
 BLOCK_BYTES = 1 << 19  # of what is transposed at once
 SCRATCH_BYTES = 14 << 20  # of all threads together
+MASK_BYTES = 2  # an element, while a tile's part of a mask is made
 WIDTH = 4096  # elements of a tile along an axis that isn't reduced
 LANES = 64, 256  # elements of a tile along the axis of neighbors in a transposed input or output
 SHORT = 16  # elements of a run up to which NumPy had better go across runs
@@ -72,6 +73,11 @@ class Plan:
     threads: int
 
 
+def is_masked(problem: Problem) -> bool:
+    """Whether some elements may not count."""
+    return problem.mask is not None or problem.causal
+
+
 def plan(problem: Problem, cpus: int) -> Plan:
     """Choose a :class:`Plan` for ``problem`` on ``cpus`` processors."""
     shape = outer, cols, inner = problem.outer, problem.cols, problem.inner
@@ -80,13 +86,14 @@ def plan(problem: Problem, cpus: int) -> Plan:
     fast, x_axis = _axes(problem, out_axis)
     order = (0, 1, 2) if fast == out_axis else (2, 1, 0) if fast == 0 else (0, 2, 1)
     in_output = fast == out_axis and problem.out_dtype == work_dtype
-    scratch_tiles = (not in_output) + (problem.op == "log_softmax" or problem.out_dtype != work_dtype)
+    masked = is_masked(problem)
+    scratch_tiles = (not in_output) + (problem.is_log or problem.out_dtype != work_dtype or masked)
     large = prod(shape) > SMALL_SIZE
     tile, threads = shape, 1
     if large:
         limit = TILE_BYTES // max(1, scratch_tiles) // ITEMSIZE[work_dtype]
         tile = _tile(shape, fast, x_axis, out_axis, limit, limit * (LONG_TILE if scratch_tiles else 2 * LONG_TILE))
-        scratch = scratch_tiles * prod(tile) * ITEMSIZE[work_dtype] + BLOCK_BYTES
+        scratch = prod(tile) * (scratch_tiles * ITEMSIZE[work_dtype] + MASK_BYTES * masked) + BLOCK_BYTES
         threads = min(cpus, MAX_THREADS, SCRATCH_BYTES // scratch)
     height, length, width = tile
     # Arithmetic that reads across neighbors is as fast as a copy, unless they are few or the cache is too small.

@@ -7,13 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ..problem import Problem
 from .numpy_plan import MAX_THREADS
 
+# Elements below which threads cost more than they save.
+FEWEST_FOR_THREADS = 1 << 17
+
 Array = np.ndarray[Any, np.dtype[Any]]
+Cut = tuple[slice, slice, slice]
 Item = TypeVar("Item")
 Scratch = TypeVar("Scratch")
 
@@ -56,6 +62,16 @@ def share(
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
+
+
+def row_tiles(problem: Problem, size: int) -> list[Cut]:
+    """Cuts of ``(outer, cols, inner)`` into tiles of whole rows, each of about ``size`` elements."""
+    cols, inner = problem.cols, problem.inner
+    wide = min(inner, max(1, size // cols))
+    high = max(1, size // (cols * wide)) if wide == inner else 1
+    outer_cuts = [slice(i, i + high) for i in range(0, problem.outer, high)]
+    inner_cuts = [slice(i, i + wide) for i in range(0, inner, wide)]
+    return [(one, slice(None), other) for one, other in product(outer_cuts, inner_cuts)]
 
 
 def unpacked(x: Array, dtype: str) -> Array:
