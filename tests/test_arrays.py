@@ -246,7 +246,8 @@ def test_host_arrays_go_to_the_device_that_the_kernel_is_for(index, monkeypatch)
     courier.current.append(1 - index)  # the caller's current device is another
     x, out = np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((2, 3), np.float32)
     x.flags.writeable = False
-    arrays.host_launcher(Kernel(run, scratch=8), index)(x, out)
+    problem = Problem("softmax", "cuda", index, "float32", "float32", 2, 3, 1, (3, 1, 1))
+    arrays.host_launcher(Kernel(run, scratch=8), problem)(x, out)
     np.testing.assert_array_equal(out, x)
     assert courier.seen == [(index, 100 + index, True)]
 

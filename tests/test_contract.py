@@ -20,9 +20,10 @@ FUNCTIONS = (softmax, log_softmax)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_signature(function):
     parameters = inspect.signature(function).parameters
-    assert list(parameters) == ["x", "dim", "backend", "dtype", "out"]
+    named = ["backend", "dtype", "out", "scale", "mask", "causal"]
+    assert list(parameters) == ["x", "dim", *named]
     assert (parameters["dim"].default, parameters["backend"].default) == (-1, "auto")
-    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ("backend", "dtype", "out"))
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in named)
     assert "unknown" not in pydoc.render_doc(function)
 
 

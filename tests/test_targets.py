@@ -27,7 +27,7 @@ from bench.records import Figure, Record, Results  # noqa: E402
 from bench.rows import rows_of  # noqa: E402
 from bench.shapes import Case, Task, grid_tasks  # noqa: E402
 from bench.spaces import NumPySpace, TorchSpace  # noqa: E402
-from minikernel.problem import BACKWARD  # noqa: E402
+from minikernel.problem import BACKWARD, TOPK  # noqa: E402
 from minikernel.sources import source_hash  # noqa: E402
 
 AUTO, COPY, TORCH, SCIPY = peers.AUTO, peers.COPY, peers.TORCH, peers.SCIPY
@@ -43,6 +43,8 @@ ALL_FIGURES = (
     Figure(figures.KERNELS, 60, "", "float32"),
     Figure(figures.IMPORT, 20.0, "ms"),
     Figure(figures.TRAINING, 1.6),
+    Figure(figures.SCORES, 1.05, "", "auto float32 causal"),
+    Figure(figures.UNFUSED, 3.0, "", "float32 whole mask"),
     Figure(figures.DEVICE_MEMORY, 0.0, "", "float32 8192x8192@0"),
     Figure(figures.HOST_MEMORY, 8.0, "MiB", "float32 4096x1024"),
 )
@@ -82,6 +84,10 @@ def all_results() -> Results:
         times = {COPY: 10.0, TORCH: 20.0, AUTO: 10.5, FUSED: 10.5, TRITON: 10.7}
         records = [recorded(task, impl, us) for impl, us in times.items()]
         results.records += [replace(record, op=BACKWARD["softmax"]) for record in records]
+    for task in grid_tasks("topk", shapes.DEFAULT_DTYPES):
+        times = {COPY: 2.0, TORCH: 100.0, AUTO: 8.0, FUSED: 8.0, TRITON: 10.0}
+        records = [recorded(task, impl, us) for impl, us in times.items()]
+        results.records += [replace(record, op=TOPK) for record in records]
     for task in grid_tasks("host", shapes.HOST_DTYPES):
         limited = replace(task, case=replace(task.case, cores=2))
         results.records += [recorded(limited, SCIPY, None, 100.0), recorded(limited, NUMPY, None, 45.0)]
@@ -114,11 +120,17 @@ def test_a_slow_gradient_is_short() -> None:
     assert set(short(results)) == {"gradient of 1K to 32K columns: triton-fused / copy"}
 
 
-def test_all_ten_targets_can_be_shown() -> None:
+def test_a_slow_topk_is_short() -> None:
+    results = all_results()
+    change(results, lambda r: r.impl == FUSED and r.rows == 64, op=TOPK, kernel_us=40.0)
+    assert set(short(results)) == {"torch.topk of F.softmax, k = 8 / cuda-fused"}
+
+
+def test_all_targets_can_be_shown() -> None:
     findings = check.check(all_results())
     assert [finding.target for finding in findings] == list(targets.TARGETS)
     assert {finding.status for finding in findings} == {"met"}
-    assert list(dict.fromkeys(finding.target.number for finding in findings)) == [*"123456789", "10"]
+    assert list(dict.fromkeys(finding.target.number for finding in findings)) == [*"123456789", "10", "11", "12"]
     mean = next(finding for finding in findings if finding.target.mean)
     assert mean.value == pytest.approx(3.0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from isolated import in_the_interpreter
 from minikernel import driver
 from minikernel.backends import triton_fused
 from minikernel.backends.triton_fused import INTERPRETED, TritonPlan, build, plan, sources
-from minikernel.problem import Problem
+from minikernel.problem import BACKWARD, OPS, Mask, Problem
 
 H200 = driver.Device(capability=90, sm_count=132, shared_per_block=232448, shared_per_sm=233472, l2_bytes=60 << 20)
 A100 = driver.Device(capability=80, sm_count=108, shared_per_block=166912, shared_per_sm=167936, l2_bytes=40 << 20)
@@ -148,6 +149,18 @@ def test_a_half_type_stays_packed_where_registers_are_short() -> None:
     assert not plan(problem(4096, 256, dtype="bfloat16"), H200).packed
 
 
+def test_programs_have_more_warps_where_many_follow_one_another() -> None:
+    assert [plan(problem(rows, 600, dtype="bfloat16"), H200).warps for rows in (512, 2048, 8192)] == [1, 2, 4]
+
+
+def test_the_gradient_of_a_short_row_is_one_warps() -> None:
+    def of(cols: int) -> TritonPlan:
+        return plan(problem(4096, cols, dtype="bfloat16", op="softmax_backward"), H200)
+
+    assert (of(1024).pieces, of(1024).tiles) == (1, 4)
+    assert (of(4096).pieces, of(4096).tiles) == (8, 2)
+
+
 def covered(chosen: TritonPlan, given: Problem) -> bool:
     rows = chosen.blocks * chosen.rows // (given.outer if chosen.within else 1)
     lead = chosen.vector - 1 if chosen.peel else 0
@@ -202,6 +215,10 @@ def compile_for(given: Problem, capability: int) -> list[object]:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("given", PROBLEMS, ids=lambda p: f"{p.dtype}-{p.outer}x{p.cols}x{p.inner}-{p.strides[0]}")
 def test_kernels_compile_without_spills(given: Problem, capability: int, tmp_path: Path) -> None:
+    check_registers(given, capability, tmp_path)
+
+
+def check_registers(given: Problem, capability: int, tmp_path: Path) -> None:
     triton = pytest.importorskip("triton")
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     for kernel in compile_for(given, capability):
@@ -212,6 +229,46 @@ def test_kernels_compile_without_spills(given: Problem, capability: int, tmp_pat
         assert usage, report
         assert int(usage[2]) == 0, report
         assert int(usage[1]) * 32 * kernel.metadata.num_warps <= 65536, report  # type: ignore[attr-defined]
+
+
+MASKS = {
+    (4096, 4096): Mask(((4096, 4096),), 1, ()),
+    (65536, 512): Mask(((4, 1 << 18), (32, 0), (512, 512)), 1, ()),
+    (8, 1000, 4096): Mask(((8, 4096000),), 4096, ((4096, 1),)),
+    (4096, 2049): Mask(((4096, 0),), 1, ()),
+    (512, 50257): Mask(((512, 50257),), 1, ()),
+}
+FEATURED = [
+    problem(*shape, op=op, dtype=dtype, **more)
+    for dtype in ("float32", "bfloat16")
+    for op in ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
+    for shape, more in [
+        *((shape, {"mask": mask, "scaled": True, "causal": len(shape) == 2}) for shape, mask in MASKS.items()),
+        ((65536, 65), {"mask": Mask(((65536, 65),), 1, ())}),
+        ((4096, 1024), {"causal": True}),
+        ((4096, 32768), {"scaled": True}),
+        ((8, 2097152), {"scaled": True, "causal": True}),
+    ]
+]
+
+
+@compiled
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("given", FEATURED, ids=lambda p: f"{p.op}-{p.dtype}-{p.outer}x{p.cols}x{p.inner}")
+def test_kernels_with_features_compile_without_spills(given: Problem, capability: int, tmp_path: Path) -> None:
+    check_registers(given, capability, tmp_path)
+
+
+@compiled
+@pytest.mark.parametrize(("dtype", "access"), [("float32", "b32"), ("bfloat16", "v2.b32")])
+def test_a_mask_is_read_in_vectors_as_long_as_those_of_the_input(dtype: str, access: str) -> None:
+    pytest.importorskip("triton")
+    for shape, mask in list(MASKS.items())[:3]:
+        for op in ("softmax", "softmax_backward"):
+            (kernel,) = compile_for(problem(*shape, op=op, dtype=dtype, mask=mask), 90)
+            found = re.findall(r"ld\.global\S*", kernel.asm["ptx"])  # type: ignore[attr-defined]
+            assert not [instruction for instruction in found if instruction.endswith("b8")], found
+            assert [instruction for instruction in found if instruction.endswith(access)], found
 
 
 @compiled
@@ -269,43 +326,79 @@ def test_numerics_in_the_interpreter() -> None:
     assert "passed" in in_the_interpreter(__file__, "interpreted")
 
 
-def reference(x: np.ndarray, op: str = "softmax") -> np.ndarray:
+def reference(
+    x: np.ndarray, op: str = "softmax", *, scale: float = 1, kept: np.ndarray | bool = True
+) -> np.ndarray:
     """Over axis 1, in float64."""
-    x = x.astype(np.float64)
     with np.errstate(all="ignore"):
+        x = np.where(kept, x.astype(np.float64) * scale, -np.inf)
         shifted = x - x.max(axis=1, keepdims=True)
         total = np.exp(shifted).sum(axis=1, keepdims=True)
         return shifted - np.log(total) if op == "log_softmax" else np.exp(shifted) / total
+
+
+def reference_gradient(
+    y: np.ndarray, dy: np.ndarray, op: str, *, scale: float = 1, kept: np.ndarray | bool = True
+) -> np.ndarray:
+    """Of ``op`` over axis 1, in float64."""
+    y, dy = y.astype(np.float64), dy.astype(np.float64)
+    with np.errstate(all="ignore"):
+        if op == "log_softmax":
+            dx = dy - np.exp(y) * dy.sum(axis=1, keepdims=True)
+        else:
+            dx = y * (dy - np.where(kept, dy * y, 0).sum(axis=1, keepdims=True))
+    return np.where(kept, scale * dx, 0)
+
+
+def axes_of(array: np.ndarray, axes: range) -> tuple[tuple[int, int], ...]:
+    return tuple((array.shape[i], array.strides[i]) for i in axes if array.shape[i] > 1)
 
 
 def run(
     x: np.ndarray,
     op: str = "softmax",
     *,
+    dy: np.ndarray | None = None,
     out: np.ndarray | None = None,
     out_dtype: str = "",
+    scale: float | None = None,
+    mask: np.ndarray | None = None,
+    outer_axes: int = 1,
+    causal: bool = False,
     **changes: object,
 ) -> np.ndarray:
-    """Softmax over axis 1 of an (outer, cols, inner) array in the interpreter; ``changes`` to the plan."""
+    """Softmax over axis 1 of an (outer, cols, inner) array in the interpreter; ``changes`` to the plan.
+
+    Or its gradient, where ``x`` is y and there is a ``dy``. A mask has ``outer_axes`` before the columns.
+    """
 
     def bits(array: np.ndarray) -> np.ndarray:
         return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
     if out is None:
         out = np.full(x.shape, 7, dtype=np.dtype(out_dtype or x.dtype))
+    layout = None
+    if mask is not None:
+        outer, inner = range(outer_axes), range(outer_axes + 1, mask.ndim)
+        col, start = mask.strides[outer_axes], mask.ctypes.data % 16
+        layout = Mask(axes_of(mask, outer), col, axes_of(mask, inner), start)
     given = Problem(
-        op,
+        op if dy is None else BACKWARD[op],
         "cpu",
         0,
         x.dtype.name,
         out.dtype.name,
         *x.shape,
         strides=tuple(stride // x.itemsize for stride in x.strides),  # type: ignore[arg-type]
-        x_offset=x.ctypes.data % 16,
-        out_offset=out.ctypes.data % 16,
+        x_offset=x.ctypes.data % 16 if dy is None else 0,
+        out_offset=out.ctypes.data % 16 if dy is None else 0,
+        scaled=scale is not None,
+        mask=layout,
+        causal=causal,
     )
     chosen = replace(plan(given, triton_fused._CPU), **changes)  # type: ignore[arg-type]
-    build(given, chosen).run(bits(x), bits(out), 0, 0)
+    more = (mask, 1.0 if scale is None else scale) if given.features else ()
+    build(given, chosen).run(bits(x), bits(out), 0, 0 if dy is None else bits(dy), *more)
     return out
 
 
@@ -401,13 +494,16 @@ def pretend_cluster(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
 
     found: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def merge(maximum: Any, total: Any, part: Any, PARTS: Any, PIECES: Any, PRECISE: Any) -> tuple[Any, Any]:
+    def merge(
+        maximum: Any, total: Any, part: Any, PARTS: Any, PIECES: Any, PRECISE: Any, scale: Any = None
+    ) -> tuple[Any, Any]:
         block = len(found) % programs // PARTS
         found.append((maximum.handle.data.copy(), total.handle.data.copy()))
         cluster = found[block * PARTS : (block + 1) * PARTS]
         maxima, totals = (np.concatenate(values) for values in zip(*cluster, strict=True))
         row_maximum = np.fmax.reduce(maxima, axis=None)
-        row_total = (totals * np.exp(maxima - row_maximum)).sum()
+        factor = 1 if scale is None else float(scale.handle.data[0])
+        row_total = (totals * np.exp((maxima - row_maximum) * factor)).sum()
         return tuple(tl.full((1,), float(value), maximum.dtype) for value in (row_maximum, row_total))
 
     monkeypatch.setattr(triton_kernels, "enter_cluster", lambda: None)
@@ -452,6 +548,30 @@ def test_interpreted_any_alignment(offset: int, route: str) -> None:
         assert np.abs(out - reference(x)).max() <= TOLERANCE[dtype]
         assert (room[:offset] == 7).all()
         assert (room[offset + 3 * cols :] == 7).all()
+
+
+@interpreted
+@pytest.mark.parametrize("route", ["long", "split"])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_interpreted_long_rows_are_read_to_the_last_element_and_no_further(
+    offset: int, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minikernel.backends import triton_kernels
+
+    found: list[np.ndarray] = []
+    load = triton_kernels.load
+
+    def record(pointers: Any, there: Any, *more: Any, **named: Any) -> Any:
+        addresses = pointers.handle.data
+        found.append(addresses[np.broadcast_to(there.handle.data, addresses.shape)])
+        return load(pointers, there, *more, **named)
+
+    monkeypatch.setattr(triton_kernels, "load", record)
+    x = random((3 * 67 + offset,), "float32")[offset:].reshape(3, 67, 1)
+    out = np.full(x.size + offset, 7, np.float32)[offset:].reshape(x.shape)
+    assert np.abs(run(x, out=out, **ROUTES[route]) - reference(x)).max() <= TOLERANCE["float32"]
+    read = np.unique(np.concatenate(found))
+    assert (read == x.ctypes.data + 4 * np.arange(x.size)).all()
 
 
 @interpreted
@@ -532,3 +652,180 @@ def test_interpreted_same_bits_every_time() -> None:
     x = random((3, 201, 1), "float32")
     for changes in ROUTES.values():
         assert (run(x, **changes) == run(x, **changes)).all()
+
+
+# Scale, mask and causality
+
+FEATURES = {
+    "scale": {"scale": 1.7},
+    "negative scale": {"scale": -0.3},
+    "mask": {"mask": True},
+    "causal": {"causal": True},
+    "all": {"scale": -2.5, "mask": True, "causal": True},
+}
+#: Rows in tiles, in a program's pieces, in a cluster's and in parts of two launches.
+FEATURE_ROUTES: dict[str, dict[str, object]] = {
+    **ROUTES,
+    "pieces": {"rows": 1, "tiles": 3, "pieces": 2, "warps": 2},
+    "packed": {"rows": 1, "tiles": 3, "pieces": 2, "warps": 2, "packed": True},
+}
+SHAPES = [(3, 5, 1), (3, 1, 1), (4, 131, 1), (4, 64, 1), (2, 33, 3), (2, 40, 20), (2, 33, 20)]
+#: As many rows as columns, and more.
+CAUSAL_SHAPES = [(7, 5, 1), (24, 24, 1), (34, 33, 1)]
+
+
+def feature_cases(
+    feature: str, dtype: str, route: str
+) -> Iterator[tuple[str, np.ndarray, dict[str, Any], np.ndarray]]:
+    """Operations, inputs, arguments, changes to the plan among them, and what they keep."""
+    for shape in CAUSAL_SHAPES if "causal" in FEATURES[feature] else SHAPES:
+        outer, cols, inner = shape
+        given: dict[str, Any] = FEATURES[feature] | FEATURE_ROUTES[route]
+        if "pieces" in given:
+            if inner > 1:
+                continue
+            given |= {"blocks": outer, "cols": 32 if cols > 40 else 8}
+        kept = np.ones(shape, np.bool_)
+        if "mask" in given:
+            given["mask"] = np.random.default_rng(1).random(shape) < 0.6
+            given["mask"][outer // 2] = False
+            kept &= given["mask"]
+        if "causal" in given:
+            kept &= causal(outer, cols)
+        for op in OPS:
+            yield op, random(shape, dtype), given, kept
+
+
+def causal(rows: int, cols: int) -> np.ndarray:
+    return np.arange(cols)[:, None] <= (np.arange(rows) % cols)[:, None, None]
+
+
+def check_values(found: np.ndarray, expected: np.ndarray, dtype: str, op: str, case: object) -> None:
+    found = found.astype(np.float64)
+    assert (np.isnan(found) == np.isnan(expected)).all(), case
+    finite = np.isfinite(expected)
+    assert (found[expected == -np.inf] == -np.inf).all(), case
+    scale = 1 if op == "softmax" else 2 * (1 + np.abs(expected[finite]).max(initial=0))
+    assert np.abs(found[finite] - expected[finite]).max(initial=0) <= TOLERANCE[dtype] * scale, case
+
+
+@interpreted
+@pytest.mark.parametrize("route", FEATURE_ROUTES)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interpreted_features(dtype: str, feature: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minikernel.backends import triton_kernels
+
+    if route == "packed" and dtype in ("float32", "float64"):
+        pytest.skip("only half types are packed")
+
+    monkeypatch.setattr(triton_kernels, "forget", lambda values, zero, PACKED: values)
+    for op, x, given, kept in feature_cases(feature, dtype, route):
+        expected = reference(x, op, scale=given.get("scale", 1), kept=kept)
+        dropped = np.resize(np.array([np.nan, np.inf, -np.inf, 3]), x.shape)
+        x = np.where(kept, x, dropped.astype(x.dtype))
+        check_values(run(x, op, **given), expected, dtype, op, (op, x.shape))
+
+
+@interpreted
+@pytest.mark.parametrize("route", ["planned", "long", "pieces"])
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interpreted_gradients_with_features(dtype: str, feature: str, route: str) -> None:
+    for op, x, given, kept in feature_cases(feature, dtype, route):
+        scale = given.get("scale", 1)
+        y = reference(x, op, scale=scale, kept=kept).astype(x.dtype)
+        dy = random(x.shape, dtype)[::-1].copy()
+        dy[0] = np.nan
+        if op == "softmax":  # no element that is dropped takes part
+            dy[1:][~kept[1:]] = np.nan
+        expected = reference_gradient(y, dy, op, scale=scale, kept=kept)
+        found = run(y, op, dy=dy, **given).astype(np.float64)
+        case = op, x.shape
+        assert (np.isnan(found) == np.isnan(expected)).all(), case
+        assert (found[~kept] == 0).all(), case
+        error = np.nanmax(np.abs(found - expected), initial=0)
+        largest = np.nanmax(np.abs(expected), initial=1)
+        assert error <= 4 * TOLERANCE[dtype] * largest * x.shape[1] ** 0.5, case
+
+
+@interpreted
+@pytest.mark.parametrize("route", ["planned", "long"])
+def test_interpreted_masks_of_any_layout(route: str) -> None:
+    for cols, outer, inner in ((37, (2, 3, 2), ()), (40, (2, 3), ()), (37, (2,), (3, 5)), (40, (2, 2), (20,))):
+        full = (*outer, cols, *inner)
+        shape = (int(np.prod(outer)), cols, int(np.prod(inner)))
+        whole = np.random.default_rng(2).random(full) < 0.6
+        np.moveaxis(whole, len(outer), 0)[0] = True
+        wider = np.zeros((*full[:-1], full[-1] + 3), np.bool_)
+        masks = [whole, np.asfortranarray(whole), whole[::-1], np.flip(whole, len(outer)), wider[..., 2:-1]]
+        wider[..., 2:-1] = whole
+        for axis in range(len(full)):  # broadcast along each, and kept along each alone
+            masks.append(whole.take([0], axis))
+            masks.append(whole[tuple(slice(None) if i == axis else slice(1) for i in range(len(full)))])
+        x = random(shape, "float32")
+        for number, mask in enumerate(masks):
+            mask = np.broadcast_to(mask, full)
+            found = run(x, mask=mask, outer_axes=len(outer), **ROUTES[route])
+            check_values(found, reference(x, kept=mask.reshape(shape)), "float32", "softmax", (full, number))
+
+
+@interpreted
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interpreted_clusters_with_features(dtype: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = {"rows": 1, "blocks": 3, "cols": 64, "tiles": 3, "pieces": 2, "warps": 2, "parts": 4}
+    for cols in (64, 515, 700):
+        x = random((3, cols, 1), dtype)
+        kept = np.random.default_rng(1).random(x.shape) < 0.6
+        kept[1] = False
+        kept[2, : cols // 2] = False
+        pretend_cluster(monkeypatch, programs=12)
+        run(x, op, scale=-2.5, mask=kept, **layout)
+        found = run(x, op, scale=-2.5, mask=kept, **layout)
+        check_values(found, reference(x, op, scale=-2.5, kept=kept), dtype, op, cols)
+
+
+@interpreted
+@pytest.mark.parametrize("offset", [0, 1, 2, 7])
+def test_interpreted_masks_of_any_alignment(offset: int) -> None:
+    for route in ("planned", "long", "split"):
+        for dtype, cols in (("float32", 21), ("float32", 24), ("float16", 67)):
+            memory = random((24 * cols + 8,), dtype)
+            x = memory[offset : offset + 24 * cols].reshape(24, cols, 1)
+            bytes_of_mask = np.random.default_rng(3).random(24 * cols + 8) < 0.7
+            mask = bytes_of_mask[3 : 3 + 24 * cols].reshape(24, cols, 1)
+            out = np.full(24 * cols + 8, 7, dtype)[offset : offset + 24 * cols].reshape(x.shape)
+            kept = mask & causal(24, cols)
+            run(x, out=out, mask=mask, causal=True, scale=-1.5, **ROUTES[route])
+            check_values(out, reference(x, scale=-1.5, kept=kept), dtype, "softmax", (route, cols))
+
+
+@interpreted
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_interpreted_scales_of_any_magnitude(dtype: str, route: str) -> None:
+    x = random((4, 67, 1), dtype)
+    x[0, ::3] = -np.inf
+    mask = np.random.default_rng(4).random(x.shape) < 0.5
+    for scale in (1e-44, 1e-38, 1e-30, 1e-3, 1.0, 3e4, 1e30, 3e38):
+        found = run(x, scale=scale, mask=mask, **ROUTES[route]).astype(np.float64)
+        with np.errstate(all="ignore"):
+            expected = reference(x, scale=scale, kept=mask)
+        assert np.abs(found - expected).max() <= TOLERANCE[dtype], scale
+        assert (found[~mask] == 0).all(), scale
+
+
+@interpreted
+def test_interpreted_scaled_probabilities_are_accurate_where_they_are_small() -> None:
+    x = np.linspace(0, -29, 1000, dtype=np.float32)[None, :, None]
+    assert np.abs(run(x, scale=3.0) / reference(x, scale=3.0) - 1).max() < 2e-6
+    shifted = x + np.float32(64)  # x - maximum is exact, 3 * x isn't
+    assert np.abs(run(shifted, scale=3.0) / reference(shifted, scale=3.0) - 1).max() < 2e-6
+
+
+@interpreted
+@pytest.mark.parametrize("route", ROUTES)
+def test_interpreted_columns_are_not_counted_in_vectors_that_lie_along_rows(route: str) -> None:
+    x = random((2, 33, 20), "float32")
+    assert np.abs(run(x, **ROUTES[route]) - reference(x)).max() <= TOLERANCE["float32"]

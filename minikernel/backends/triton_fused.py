@@ -13,6 +13,7 @@ import os
 import threading
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 from .. import driver, images
 from ..images import Image
 from ..integers import ceil_div, power_of_two
-from ..problem import ALL_OPS, BACKWARD, DTYPES, ITEMSIZE, Kernel, Problem
+from ..problem import ALL_OPS, DTYPES, FEATURES, ITEMSIZE, TOPK, Kernel, Mask, Problem
 from ..registry import Backend, BackendUnavailable, Requirement
 
 #: Read once: Triton, too, decides when its kernels are defined.
@@ -33,8 +34,8 @@ _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "
 _MAX_GRID = 2**31 - 1
 _MIN_CAPABILITY = 80
 _MIN_TRITON = (3, 5)  # the first whose grid dependency control compiles here
-# The longest row that lanes of one warp share, in vectors.
-_SHORT_PACKS = 160
+# The longest row that lanes of one warp share, in vectors; of two arrays for a gradient.
+_SHORT_PACKS, _SHORT_BACKWARD_PACKS = 160, 128
 # Bytes of a row that a program may hold alone, or as one of a cluster; and the fewest that are worth a program.
 _ALONE_BYTES, _PART_BYTES, _FEWEST_BYTES = 64 << 10, 32 << 10, 3800
 # Elements of a tile of y, and of dy, in a program that takes the gradient.
@@ -97,6 +98,28 @@ def _arguments(problem: Problem) -> dict[str, int]:
     }
 
 
+def _mask_arguments(mask: Mask | None) -> tuple[dict[str, int], dict[str, int | None]]:
+    """The kernels' integers for a mask's layout, see ``find_mask_rows``: those passed, and those compiled in."""
+    unused: dict[str, int | None] = {"m_col": 0, "m_inner": None}
+    unused |= dict.fromkeys(("m_0", "m_1", "m_2", "m_3"), 0) | dict.fromkeys(("n_1", "n_2", "n_3"), 1)
+    used = {}
+    if mask:
+        axes = [*mask.rows]
+        used["m_col"] = mask.col
+        if len(mask.inner) == 1:
+            used["m_inner"] = axes.pop()[1]
+        used |= {f"m_{i}": stride for i, (_, stride) in enumerate(axes)}
+        used |= {f"n_{i}": extent for i, (extent, _) in enumerate(axes) if i}
+    compiled_in = {name: value for name, value in unused.items() if name not in used}
+    compiled_in |= {name: 1 for name in ("m_col", "m_inner") if used.get(name) == 1}
+    return {name: used[name] for name in unused if name not in compiled_in}, compiled_in
+
+
+def _integers(problem: Problem) -> dict[str, int]:
+    """All integers that a kernel may be given, in the order of its parameters."""
+    return _arguments(problem) | _mask_arguments(problem.mask)[0]
+
+
 def _facts(problem: Problem) -> dict[str, int]:
     """The integers that the vector width must divide, for lanes along whichever axis is contiguous."""
     arguments = _arguments(problem)
@@ -111,8 +134,8 @@ def _facts(problem: Problem) -> dict[str, int]:
 
 
 def _widest(problem: Problem) -> int:
-    """Elements of the widest access: 16 bytes of x, or of out where that is the wider dtype."""
-    return 16 // ITEMSIZE[problem.out_dtype]
+    """Elements of the widest access: 16 bytes of the wider dtype."""
+    return 16 // max(ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype])
 
 
 def _vector(problem: Problem) -> int:
@@ -139,7 +162,7 @@ def _peels(problem: Problem) -> bool:
 
 def plan(problem: Problem, device: driver.Device) -> TritonPlan:
     """Choose the launch for a problem; a pure function."""
-    if problem.op in BACKWARD.values():
+    if problem.is_backward:
         return _plan_backward(problem, device)
     contiguous = problem.inner == 1 and (problem.strides[1] == 1 or problem.cols == 1)
     if contiguous and (chosen := _plan_rows(problem, device)):
@@ -150,19 +173,20 @@ def plan(problem: Problem, device: driver.Device) -> TritonPlan:
 def _plan_rows(problem: Problem, device: driver.Device) -> TritonPlan | None:
     """The launch for rows whose elements are neighbors, if the registers of a cluster can hold one."""
     widest, vector = _widest(problem), _vector(problem)
-    peel = vector < widest and _peels(problem)
+    peel = not problem.is_backward and vector < widest and _peels(problem)
     if peel:
         vector = widest
+    held = 2 if problem.is_backward else 1  # values an element
     packs = ceil_div(problem.cols + (vector - 1 if peel else 0), vector)
     narrow = min(4, widest // vector)  # so many accesses take the place of a wide one
-    parts = _parts(problem, device, ceil_div(packs, narrow) * 16)
+    parts = _parts(problem, device, ceil_div(packs, narrow) * 16 * held)
     share = packs if parts == 1 else ceil_div(packs, 8 * parts) * 8
-    if share <= _SHORT_PACKS:
+    if share <= (_SHORT_BACKWARD_PACKS if problem.is_backward else _SHORT_PACKS):
         lanes, tiles, warps = _share_warps(problem, device, share, vector, peel)
         rows, pieces = min(32 * warps // lanes, power_of_two(problem.rows)), 1
-    elif layout := _share_row(problem, device, ceil_div(share, narrow), parts):
+    elif layout := _share_row(problem, device, held * ceil_div(share, narrow), parts):
         lanes, rows, pieces = 32, 1, layout[0]
-        warps, tiles = layout[0], layout[1] * narrow
+        warps, tiles = layout[0], ceil_div(layout[1], held) * narrow
     else:
         return None
     return TritonPlan(
@@ -175,7 +199,11 @@ def _plan_rows(problem: Problem, device: driver.Device) -> TritonPlan | None:
         peel=peel,
         tiles=tiles,
         pieces=pieces,
-        packed=device.capability > 0 and pieces > 1 and ITEMSIZE[problem.dtype] == 2 and tiles * vector > 32,
+        packed=held == 1
+        and device.capability > 0
+        and pieces > 1
+        and ITEMSIZE[problem.dtype] == 2
+        and tiles * vector > 32,
         parts=parts,
         overlap=device.capability >= 90,
     )
@@ -195,7 +223,7 @@ def _parts(problem: Problem, device: driver.Device, size: int) -> int:
 
 
 def _share_warps(
-    problem: Problem, device: driver.Device, packs: int, vector: int, peel: bool = False
+    problem: Problem, device: driver.Device, packs: int, vector: int, peel: bool
 ) -> tuple[int, int, int]:
     """Lanes and tiles of a row that a warp can hold, and warps a program."""
     # Eight elements a lane; one access each where all rows run at once. Peeled rows have their edges besides, an
@@ -206,6 +234,10 @@ def _share_warps(
     tiles = next(tiles for tiles in (1, 2, 3, 4, 5, 8) if packs <= lanes * tiles)
     fitting = 5120 // (32 * tiles * vector * ITEMSIZE[problem.dtype])
     warps = max(1, min(8, power_of_two(fitting + 1) // 2))
+    if ITEMSIZE[problem.dtype] == 2 and not problem.is_backward:
+        # Fewer programs, where still many follow one another.
+        while warps < 4 and problem.rows * lanes >= 32 * 2 * warps * 8 * device.sm_count:
+            warps *= 2
     while warps > 1 and problem.rows * lanes < 32 * warps * 2 * device.sm_count:
         warps //= 2
     return lanes, tiles, warps
@@ -218,13 +250,17 @@ def _share_row(problem: Problem, device: driver.Device, packs: int, parts: int) 
         return None
     # With few programs what counts is how long one takes; else few warps a row, and few kernels.
     few = problem.rows * parts <= 4 * device.sm_count
-    for warps, counts in ((4, (1, 2, 4)), (8, (4, 8))) if few else ():
-        for tiles in counts:
+    for warps, fewest in ((4, (1, 2, 4)), (8, (4, 8))) if few else ():
+        for tiles in fewest:
             if packs <= 32 * warps * tiles:
                 return warps, tiles
     for warps in (2, 4, 8, 16, 32) if parts == 1 else (2, 4, 8, 16):
-        # 32 warps have 64 registers a thread: fewer for data where the arithmetic takes more.
-        for tiles in (4,) if warps == 32 and problem.dtype != "float32" else (4, 5, 6, 8):
+        counts: tuple[int, ...] = (4, 5, 6, 8)
+        if warps == 32 and (problem.dtype != "float32" or problem.features):
+            counts = (4,)  # they have 64 registers a thread: fewer for data where the arithmetic takes more
+        elif (problem.is_backward and warps == 4) or (problem.mask and warps < 16):
+            counts = (4, 5, 6)  # then there are as many warps more; a mask takes registers of its own
+        for tiles in counts:
             if packs <= 32 * warps * tiles:
                 return warps, tiles
     return None
@@ -299,48 +335,20 @@ def _plan_any(problem: Problem, device: driver.Device) -> TritonPlan:
 
 def _plan_backward(problem: Problem, device: driver.Device) -> TritonPlan:
     """The launch for a gradient, whose arrays all lie like the output."""
-    itemsize = ITEMSIZE[problem.dtype]
-    widest = 16 // itemsize
-    vector = gcd(widest, problem.cols if problem.inner == 1 else problem.inner)
     overlap = device.capability >= 90
-    if problem.inner > 1:
-        rows = min(power_of_two(problem.inner), 128 // itemsize)
-        cols = power_of_two(problem.cols)
-        long = rows * cols > _BACKWARD_TILE
-        cols = min(cols, _BACKWARD_TILE // (2 * rows)) if long else cols
-        within = problem.inner > 8
-        blocks = problem.outer * ceil_div(problem.inner, rows) if within else ceil_div(problem.rows, rows)
-        warps = max(1, min(16, rows * cols // 256))
-        return TritonPlan(rows, cols, warps, blocks, within, vector, peel=False, long=long, overlap=overlap)
-
-    packs = ceil_div(problem.cols, vector)
-    narrow = min(4, widest // vector)
-    # Two values are held where the forward pass holds one.
-    parts = _parts(problem, device, ceil_div(packs, narrow) * 32)
-    share = packs if parts == 1 else ceil_div(packs, 8 * parts) * 8
-    if share <= _SHORT_PACKS // 2:
-        lanes, tiles, warps = _share_warps(problem, device, share, vector)
-        rows, pieces = min(32 * warps // lanes, power_of_two(problem.rows)), 1
-    elif layout := _share_row(problem, device, 2 * ceil_div(share, narrow), parts):
-        lanes, rows, pieces = 32, 1, layout[0]
-        warps, tiles = layout[0], ceil_div(share, 32 * layout[0])
-    else:
-        return TritonPlan(
+    vector = _vector(problem)
+    if problem.inner == 1:
+        return _plan_rows(problem, device) or TritonPlan(
             1, _BACKWARD_TILE // 2, 16, problem.rows, False, vector, peel=False, long=True, overlap=overlap
         )
-    return TritonPlan(
-        rows=rows,
-        cols=lanes * vector,
-        warps=warps,
-        blocks=ceil_div(problem.rows, rows),
-        within=False,
-        vector=vector,
-        peel=False,
-        tiles=tiles,
-        pieces=pieces,
-        parts=parts,
-        overlap=overlap,
-    )
+    rows = min(power_of_two(problem.inner), 128 // ITEMSIZE[problem.dtype])
+    cols = power_of_two(problem.cols)
+    long = rows * cols > _BACKWARD_TILE
+    cols = min(cols, _BACKWARD_TILE // (2 * rows)) if long else cols
+    within = problem.inner > 8
+    blocks = problem.outer * ceil_div(problem.inner, rows) if within else ceil_div(problem.rows, rows)
+    warps = max(1, min(16, rows * cols // 256))
+    return TritonPlan(rows, cols, warps, blocks, within, vector, peel=False, long=long, overlap=overlap)
 
 
 @dataclass(frozen=True)
@@ -352,6 +360,11 @@ class _Source:
     constants: tuple[tuple[str, Any], ...]
     divisibility: tuple[tuple[str, int], ...]
     warps: int
+    module: str = "triton_kernels"
+
+    def function(self) -> Any:
+        """What Triton made of it in its module, which imports Triton."""
+        return getattr(import_module(f".{self.module}", __package__), self.name)
 
     def compile(self, capability: int) -> Any:
         """Triton's ``CompiledKernel`` for a compute capability. Needs no GPU."""
@@ -359,9 +372,7 @@ class _Source:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        from . import triton_kernels
-
-        fn = getattr(triton_kernels, self.name)
+        fn = self.function()
         source = ASTSource(
             fn,
             dict(self.types) | {name: "constexpr" for name, _ in self.constants},
@@ -374,83 +385,75 @@ class _Source:
 
 def sources(problem: Problem, plan: TritonPlan) -> list[_Source]:
     """The one or two kernels that a plan launches, in their order."""
-    if problem.op in BACKWARD.values():
-        return [_backward_source(problem, plan)]
+    given, compiled_in = _mask_arguments(problem.mask)
     arguments = _arguments(problem)
+    element, result = ("*" + _TYPES[dtype] for dtype in (problem.dtype, problem.out_dtype))
+    number = "fp64" if problem.dtype == "float64" else "fp32"
+    if problem.is_backward:
+        types = {"y": element, "out": result, "dy": element}
+        arguments = {name: value for name, value in arguments.items() if not name.startswith("x_")}
+    else:
+        types = {"x": element, "out": result}
+    arrays = [*types]
     strides = ("inner", "x_outer", "x_col", "x_inner")  # of out and x
-    constants: dict[str, Any] = {name: 1 for name in strides if arguments[name] == 1}
-    types = {"x": "*" + _TYPES[problem.dtype], "out": "*" + _TYPES[problem.out_dtype]}
+    constants: dict[str, Any] = compiled_in | {name: 1 for name in strides if arguments.get(name) == 1}
     if _scratch(problem, plan):
-        types["partials"] = "*fp64" if problem.dtype == "float64" else "*fp32"
-    types |= {name: "i64" for name in arguments if name not in constants}
+        types["partials"] = "*" + number
+    if problem.features:
+        types |= {"mask": "*u8", "scale": number}
+    else:
+        constants |= {"mask": None, "scale": None}
+    types |= {name: "i64" for name in (*arguments, *given) if name not in constants}
 
     divisibility: dict[str, int] = {}
     if plan.vector > 1 and not plan.peel:
-        divisibility = {
-            "x": min(16, plan.vector * ITEMSIZE[problem.dtype]),
-            "out": min(16, plan.vector * ITEMSIZE[problem.out_dtype]),
-        } | dict.fromkeys(_facts(problem), plan.vector)
+        sizes = [(name, problem.out_dtype if name == "out" else problem.dtype) for name in arrays]
+        divisibility = {name: min(16, plan.vector * ITEMSIZE[dtype]) for name, dtype in sizes}
+        divisibility |= {name: plan.vector for name in _facts(problem) if name in types}
+        if problem.mask:
+            layout = [name for name in given if name.startswith("m_")]
+            by = gcd(plan.vector, problem.mask.offset, *(given[name] for name in layout))
+            divisibility |= dict.fromkeys(("mask", *layout), by) if by > 1 else {}
 
     constants |= {
-        "LOG": problem.op == "log_softmax",
+        "LOG": problem.is_log,
         "WITHIN": plan.within,
         "ROWS": plan.rows,
         "COLS": plan.cols,
-        "TILES": plan.tiles,
         "VECTOR": plan.vector,
-        "PEEL": plan.peel,
         "OVERLAP": plan.overlap,
-        "PARTS": plan.parts,
+        "MASKED": problem.mask is not None,
+        "CAUSAL": problem.causal,
+        "SCALED": problem.scaled,
     }
-    launches: list[tuple[str, dict[str, Any]]]
+    if not problem.is_backward:
+        constants["PEEL"] = plan.peel
+    name = "softmax_backward" if problem.is_backward else "softmax"
+    launches: list[dict[str, Any]] = [{}]
     if not plan.long:
+        name += "_tile"
         extent = problem.inner if plan.within else problem.rows
         held = plan.parts * plan.tiles * plan.cols
         # Masks cost little in long rows, and a kernel without them would be one more.
-        even = not plan.peel and plan.pieces == 1 and problem.cols == held and extent % plan.rows == 0
-        launches = [("softmax_tile", {"PIECES": plan.pieces, "PACKED": plan.packed, "EVEN": even})]
-    elif plan.parts == 1:
-        launches = [("softmax_long", {"partials": None, "SCAN": True, "WRITE": True})]
+        even = not (plan.peel or problem.causal) and plan.pieces == 1
+        even = even and problem.cols == held and extent % plan.rows == 0
+        constants |= {"TILES": plan.tiles, "PIECES": plan.pieces, "PARTS": plan.parts, "EVEN": even}
+        if not problem.is_backward:
+            constants["PACKED"] = plan.packed
     else:
-        launches = [("softmax_long", {"SCAN": scan, "WRITE": not scan}) for scan in (True, False)]
-    found = []
-    for name, more in launches:
-        compiled_in = tuple((constants | more).items())
-        found.append(_Source(name, tuple(types.items()), compiled_in, tuple(divisibility.items()), plan.warps))
-    return found
-
-
-def _backward_source(problem: Problem, plan: TritonPlan) -> _Source:
-    element = "*" + _TYPES[problem.dtype]
-    types = {"y": element, "out": "*" + _TYPES[problem.out_dtype], "dy": element, "outer": "i64", "cols": "i64"}
-    constants: dict[str, Any] = {
-        "LOG": problem.op.startswith("log_"),
-        "WITHIN": plan.within,
-        "ROWS": plan.rows,
-        "COLS": plan.cols,
-        "VECTOR": plan.vector,
-        "OVERLAP": plan.overlap,
-    }
-    divisibility: dict[str, int] = {}
-    if plan.vector > 1:
-        divisibility = dict.fromkeys(("y", "dy", "out"), 16)
-        divisibility["cols" if problem.inner == 1 else "inner"] = plan.vector
-    if problem.inner == 1:
-        constants["inner"] = 1
-    else:
-        types["inner"] = "i64"
-    name = "softmax_backward_long"
-    if not plan.long:
-        name = "softmax_backward_tile"
-        extent = problem.inner if plan.within else problem.rows
-        whole = problem.cols == plan.parts * plan.tiles * plan.cols and extent % plan.rows == 0
-        constants |= {
-            "TILES": plan.tiles,
-            "PIECES": plan.pieces,
-            "EVEN": plan.pieces == 1 and whole,
-            "PARTS": plan.parts,
-        }
-    return _Source(name, tuple(types.items()), tuple(constants.items()), tuple(divisibility.items()), plan.warps)
+        name += "_long"
+        if not problem.is_backward:
+            constants["PARTS"] = plan.parts
+            if plan.parts == 1:
+                launches = [{"partials": None, "SCAN": True, "WRITE": True}]
+            else:
+                launches = [{"SCAN": scan, "WRITE": not scan} for scan in (True, False)]
+    return [
+        _Source(
+            name, tuple(types.items()), tuple((constants | more).items()), tuple(divisibility.items()), plan.warps
+        )
+        for more in launches
+    ]
 
 
 _functions: dict[tuple[_Source, int], tuple[int, int]] = {}
@@ -487,7 +490,8 @@ def _load(source: _Source, index: int) -> tuple[int, int]:
 
     if not _triton_version():  # then nothing tells one compiler from another
         return load(compile())
-    depends_on = ("triton", _triton_version(), _text("triton_kernels.py"), _text("triton_fused.py"), repr(source))
+    texts = [_text(f"{name}.py") for name in ("triton_kernels", "triton_fused", source.module)]
+    depends_on = ("triton", _triton_version(), *texts, repr(source))
     return images.loaded((*depends_on, str(capability)), compile, load)
 
 
@@ -509,61 +513,80 @@ def _scratch(problem: Problem, plan: TritonPlan) -> int:
     return plan.grid * plan.rows * 2 * size if plan.long and plan.parts > 1 else 0
 
 
+def _bind(source: _Source, index: int, launch: driver.Launch, arguments: dict[str, int]) -> Kernel:
+    """A kernel with its launch and those of the integer arguments that aren't compiled in."""
+    function, shared = _function(source, index)
+    given = dict(source.types)
+    constants = [ctypes.c_int64(value) for name, value in arguments.items() if name in given]
+    return driver.kernel(function, index, replace(launch, shared=shared), constants)
+
+
 def build(problem: Problem, plan: TritonPlan) -> Kernel:
     """Make a plan callable on the problem's device."""
     if INTERPRETED:
         return Kernel(partial(_interpret, problem, plan))
-    kernels = []
-    for source in sources(problem, plan):
-        function, shared = _function(source, problem.index)
-        launch = driver.Launch(
-            plan.grid,
-            32 * plan.warps,
-            shared,
-            cluster=plan.cluster,
-            overlap=plan.overlap,
-            scratch=_scratch(problem, plan),
-            inputs=2 if problem.op in BACKWARD.values() else 1,
-        )
-        given = dict(source.types)
-        constants = [ctypes.c_int64(v) for name, v in _arguments(problem).items() if name in given]
-        kernels.append(driver.kernel(function, problem.index, launch, constants))
+    launch = driver.Launch(
+        plan.grid,
+        32 * plan.warps,
+        cluster=plan.cluster,
+        overlap=plan.overlap,
+        scratch=_scratch(problem, plan),
+        inputs=2 if problem.is_backward else 1,
+        more=("Pd" if problem.dtype == "float64" else "Pf") if problem.features else "",
+    )
+    kernels = [_bind(source, problem.index, launch, _integers(problem)) for source in sources(problem, plan)]
     if len(kernels) == 1:
         return kernels[0]
     scan, write = (kernel.run for kernel in kernels)
 
-    def run(x: int, out: int, stream: int, scratch: int) -> None:
-        scan(x, out, stream, scratch)
-        write(x, out, stream, scratch)
+    def run(x: int, out: int, stream: int, scratch: int, *more: float) -> None:
+        scan(x, out, stream, scratch, *more)
+        write(x, out, stream, scratch, *more)
 
     return Kernel(run, _scratch(problem, plan))
 
 
-def _interpret(problem: Problem, plan: TritonPlan, x: Any, out: Any, stream: int, scratch: Any) -> None:
-    """Run a plan on NumPy arrays in Triton's interpreter."""
+def _pointer(array: Any, dtype: str) -> Any:
+    """An array as the interpreter takes it. Only its address and dtype count, so any strides will do."""
     import torch
 
-    from . import triton_kernels
+    memory = (ctypes.c_byte * array.itemsize).from_address(array.ctypes.data)
+    return torch.frombuffer(memory, dtype=getattr(torch, dtype))
 
-    # Only address and dtype count, so any strides will do.
-    def pointer(array: Any, dtype: str) -> torch.Tensor:
-        memory = (ctypes.c_byte * ITEMSIZE[dtype]).from_address(array.ctypes.data)
-        return torch.frombuffer(memory, dtype=getattr(torch, dtype))
 
-    arguments: dict[str, Any] = dict(_arguments(problem))
-    if problem.op in BACKWARD.values():
-        arguments = {name: value for name, value in arguments.items() if not name.startswith("x_")}
-        arguments |= {"y": pointer(x, problem.dtype), "dy": pointer(scratch, problem.dtype)}
+def _interpret(
+    problem: Problem,
+    plan: TritonPlan,
+    x: Any,
+    out: Any,
+    stream: int,
+    scratch: Any,
+    mask: Any = None,
+    scale: float = 1.0,
+) -> None:
+    """Run a plan on NumPy arrays in Triton's interpreter."""
+    import torch
+    from triton import language
+    from triton.runtime.interpreter import TensorHandle
+
+    number = "float64" if problem.dtype == "float64" else "float32"
+    arguments: dict[str, Any] = dict(_integers(problem))
+    if problem.is_backward:
+        arguments |= {"y": _pointer(x, problem.dtype), "dy": _pointer(scratch, problem.dtype)}
     else:
-        arguments["x"] = pointer(x, problem.dtype)
-    arguments["out"] = pointer(out, problem.out_dtype)
+        arguments["x"] = _pointer(x, problem.dtype)
+    arguments["out"] = _pointer(out, problem.out_dtype)
+    if problem.features:
+        arguments["mask"] = None if mask is None else _pointer(mask, "uint8")
+        dtype = getattr(language, number)  # a Python float would be a float32
+        arguments["scale"] = language.tensor(TensorHandle(np.array([scale], number), dtype), dtype)
     if scratch_size := _scratch(problem, plan):
-        acc = torch.float64 if problem.dtype == "float64" else torch.float32
-        arguments["partials"] = torch.empty(scratch_size, dtype=torch.uint8).view(acc)
+        arguments["partials"] = torch.empty(scratch_size, dtype=torch.uint8).view(getattr(torch, number))
     # The interpreter keeps its grid in a global, and rows that don't exist make NaN of nothing but -inf.
     with _lock, np.errstate(all="ignore"):
         for source in sources(problem, plan):
-            getattr(triton_kernels, source.name)[(plan.grid,)](**(arguments | dict(source.constants)))
+            function, given = source.function(), arguments | dict(source.constants)
+            function[(plan.grid,)](**{name: given[name] for name in function.arg_names if name in given})
 
 
 def _device(problem: Problem) -> driver.Device:
@@ -582,11 +605,11 @@ def _reasons(problem: Problem) -> list[str]:
     device = _device(problem)
     if not INTERPRETED and device.capability < _MIN_CAPABILITY:
         return [f"Triton needs compute capability 8.0; device {problem.index} has {device.capability / 10}"]
-    problems = [problem]
-    if problem.recorded:
-        contiguous = (problem.cols * problem.inner, problem.inner, 1)
-        backward = replace(problem, op=BACKWARD[problem.op], strides=contiguous)
-        problems.append(replace(backward, dtype=problem.out_dtype, out_dtype=problem.dtype))
+    if problem.op == TOPK:
+        from . import triton_topk
+
+        return triton_topk.reasons(problem, device)
+    problems = [problem, problem.backward()] if problem.recorded else [problem]
     if any(plan(of, device).grid > _MAX_GRID for of in problems):
         return [f"{problem.rows} rows of {problem.cols} need more than {_MAX_GRID} programs"]
     return []
@@ -594,6 +617,10 @@ def _reasons(problem: Problem) -> list[str]:
 
 def _prepare(problem: Problem) -> Kernel:
     device = _device(problem)
+    if problem.op == TOPK:
+        from . import triton_topk
+
+        return triton_topk.build(problem, triton_topk.plan(problem, device))
     while True:
         chosen = plan(problem, device)
         try:
@@ -611,6 +638,7 @@ BACKEND = Backend(
     devices=("cpu",) if INTERPRETED else ("cuda",),
     dtypes=DTYPES,
     ops=ALL_OPS,
+    features=FEATURES,
     prepare=_prepare,
     requires=(_TORCH, _TRITON) if INTERPRETED else (_TRITON,),
     limits={"compute capability": "8.0 or newer"},

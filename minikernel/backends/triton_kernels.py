@@ -16,7 +16,11 @@ its output, and what is agreed on is a sum alone.
 What the compiler may know of alignment comes with the arguments: VECTOR neighbors take one access. Rows that
 start anywhere are peeled (PEEL): their columns are counted from the 16-byte boundary at or before their start,
 so that accesses are of whole vectors, and the few elements that share a vector with a neighboring row, the
-row's edge, are written one by one.
+row's edge, are read and written one by one.
+
+With a scale (SCALED) x's sign is flipped where the scale is negative, and differences to the maximum are multiplied
+by its magnitude. What a mask (MASKED) or causality (CAUSAL) drops
+becomes -inf once it is read, and what lies behind a tile's last kept column isn't read.
 
 Nothing tests for infinities: NaN or +inf in a row makes its sum NaN, nothing but -inf makes the sum
 NaN or 0 and its results 0 / 0, and so they all come out NaN.
@@ -29,21 +33,30 @@ import triton.language as tl
 
 
 @triton.jit
-def exp(x, PRECISE: tl.constexpr):
-    """e**x for x <= 0; subnormal results become 0.
+def exp(x, PRECISE: tl.constexpr, scale=None):
+    """e**(scale * x) for x <= 0 and scale > 0, where None is 1; subnormal results become 0.
 
-    x * log2(e) is rounded before exp2, an error that grows with abs(x): PRECISE makes up for it.
+    scale * log2(e) * x is rounded before exp2, an error that grows with it: PRECISE makes up for it.
     """
+    if scale is None:
+        factor = 1.4426950408889634  # log2(e), and what float32 loses of it
+        rest = 1.925963033500581e-08
+    else:
+        factor = scale * 1.4426950408889634
+        rest = tl.fma(scale, 1.925963033500581e-08, tl.fma(scale, 1.4426950408889634, -factor))
     if x.dtype == tl.float64:
-        return tl.exp(x)
+        return tl.exp(x) if scale is None else tl.exp(x * scale)
     elif PRECISE:
-        x = tl.where(x < -150.0, -150.0, x)  # 0 in float32; from an infinite x a NaN would arise below
-        rounded = x * 1.4426950408889634
-        lost = tl.fma(x, 1.925963033500581e-08, tl.fma(x, 1.4426950408889634, -rounded))
+        if scale is None:
+            x = tl.where(x < -150.0, -150.0, x)  # 0 in float32; from an infinite x a NaN would arise below
+        rounded = x * factor
+        lost = tl.fma(x, rest, tl.fma(x, factor, -rounded))
+        if scale is not None:
+            lost = tl.where(rounded < -216.0, 0.0, lost)  # likewise; no finite x stands for -inf at every scale
         power = tl.exp2(rounded)
         return tl.fma(power, lost * 0.6931471805599453, power)
     else:  # tl.exp would spend three more instructions on subnormal results
-        return tl.exp2(x * 1.4426950408889634)
+        return tl.exp2(x * factor)
 
 
 @triton.jit
@@ -63,8 +76,20 @@ def sum_of_lines(tile, LINES: tl.constexpr):
 
 
 @triton.jit
-def find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS: tl.constexpr, WITHIN: tl.constexpr):
-    """Where a block's rows start in x and in out, and which exist; (ROWS, 1), or scalars for a single row.
+def begin(PARTS: tl.constexpr, CLUSTER: tl.constexpr, OVERLAP: tl.constexpr):
+    """This program's block of rows, and its part of them; waits until memory may be touched."""
+    if CLUSTER and PARTS > 1:
+        enter_cluster()
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0).to(tl.int64)
+    return program // PARTS, program % PARTS
+
+
+@triton.jit
+def locate(block, outer, inner, ROWS: tl.constexpr, WITHIN: tl.constexpr):
+    """A block's rows as steps along outer and along inner, and which exist; (ROWS, 1), or scalars for a single row.
 
     Rows are numbered across outer and inner; WITHIN starts a new block with each step of outer, so that
     the rows of a block are neighbors along inner.
@@ -82,7 +107,44 @@ def find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS: tl.constexpr, W
         exists = row < outer * inner
     if ROWS == 1:
         exists = tl.full((1,), True, tl.int1)
+    return o, i, exists
+
+
+@triton.jit
+def find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS: tl.constexpr, WITHIN: tl.constexpr):
+    """Where a block's rows start in x and in out, and which exist."""
+    o, i, exists = locate(block, outer, inner, ROWS, WITHIN)
     return o * x_outer + i * x_inner, o * (cols * inner) + i, exists
+
+
+@triton.jit
+def find_mask_rows(
+    block, outer, inner, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS: tl.constexpr, WITHIN: tl.constexpr
+):
+    """Where a block's rows start in the mask.
+
+    Its axes have strides m_0 to m_3 and, but for the slowest, extents n_1 to n_3. They span outer if there is
+    an m_inner, the only stride over inner; else both.
+    """
+    o, i, _ = locate(block, outer, inner, ROWS, WITHIN)
+    if m_inner is None:
+        row = o * inner + i
+        start = 0
+    else:
+        row = o
+        start = i * m_inner
+    start += row % n_3 * m_3
+    row = row // n_3
+    start += row % n_2 * m_2
+    row = row // n_2
+    return start + row % n_1 * m_1 + row // n_1 * m_0
+
+
+@triton.jit
+def find_kept_end(block, outer, cols, ROWS: tl.constexpr):
+    """Behind which column causality keeps none."""
+    o, _, _ = locate(block, outer, 1, ROWS, False)
+    return o % cols + 1
 
 
 @triton.jit
@@ -109,20 +171,77 @@ def find_edge(lead, end, part, VECTOR: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load(pointers, mask, POLICY: tl.constexpr, ANYTHING: tl.constexpr = False):
-    """Elements; absent ones are -inf, or, where the caller sees to them, ANYTHING."""
-    if mask is None:
+def find_share(end, part, VECTOR: tl.constexpr, PARTS: tl.constexpr):
+    """A part's first column, and how many it has: whole lines of 128 bytes."""
+    share = tl.cdiv(tl.cdiv(end, PARTS), 8 * VECTOR) * (8 * VECTOR) if PARTS > 1 else end
+    first = part * share if PARTS > 1 else 0
+    return first, clamp(end - first, share)
+
+
+@triton.jit
+def find_tile(
+    start, end, lead, exists, col,
+    VECTOR: tl.constexpr, COLS: tl.constexpr, WITHIN: tl.constexpr, PEEL: tl.constexpr,
+):  # fmt: skip
+    """Which elements there are of a row's tile that starts at that column, in whole vectors."""
+    count = clamp(end - start, COLS)
+    there = exists & (col < (count if WITHIN else count // VECTOR * VECTOR))  # WITHIN: vectors lie along inner
+    if PEEL:
+        there = there & (col >= tl.where((start == 0) & (lead > 0), VECTOR, 0))
+    return there
+
+
+@triton.jit
+def load(pointers, there, POLICY: tl.constexpr, ANYTHING: tl.constexpr = False, absent=float("-inf")):
+    """Elements; those that aren't there are ``absent``, or, where the caller sees to them, ANYTHING."""
+    if there is None:
         return tl.load(pointers, eviction_policy=POLICY)
     elif ANYTHING:
-        return tl.load(pointers, mask=mask, eviction_policy=POLICY)
+        return tl.load(pointers, mask=there, eviction_policy=POLICY)
     else:
-        return tl.load(pointers, mask=mask, other=float("-inf"), eviction_policy=POLICY)
+        return tl.load(pointers, mask=there, other=absent, eviction_policy=POLICY)
 
 
 @triton.jit
 def unpack(x):
     """In the dtype of the arithmetic: float32, or float64 for float64."""
     return x.to(tl.float64 if x.dtype == tl.float64 else tl.float32)
+
+
+@triton.jit
+def load_kept(mask, start, there, inside, SHARED: tl.constexpr = False):
+    """Which elements are ``inside`` and kept by the mask, either None where there is none."""
+    kept = inside
+    if mask is not None:
+        if SHARED and inside is not None:
+            there = there & inside
+        kept = (tl.load(mask + start) if there is None else tl.load(mask + start, mask=there, other=0)) != 0
+        if inside is not None:
+            kept = kept & inside
+    return kept
+
+
+@triton.jit
+def read(
+    x, mask, start, there, inside, sign,
+    POLICY: tl.constexpr, PACKED: tl.constexpr = False, SHARED: tl.constexpr = False,
+):  # fmt: skip
+    """Elements as they count: with the sign of the scale, and -inf where they are absent, not inside or masked out.
+
+    SHARED: some of those there are a neighboring row's, which aren't inside.
+    """
+    absent = float("-inf") if sign is None else sign * float("-inf")
+    values = load(x, there, POLICY, SHARED, absent)
+    kept = load_kept(mask, start, there, inside, SHARED)
+    if not PACKED:
+        values = unpack(values)
+    if sign is not None:
+        if PACKED:
+            flip = tl.where(sign < 0, -32768, 0).to(tl.int16)
+            values = (values.to(tl.int16, bitcast=True) ^ flip).to(values.dtype, bitcast=True)
+        else:
+            values *= sign
+    return values if kept is None else tl.where(kept, values, float("-inf"))
 
 
 @triton.jit
@@ -143,10 +262,27 @@ def clamp(n, most):
 
 
 @triton.jit
-def merge(maxima, totals, ROWS: tl.constexpr, PRECISE: tl.constexpr):
+def tile_columns(ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr):
+    """The columns of a program's first tile, where each of its pieces has TILES of them."""
+    col = columns(COLS, ROWS * PIECES)
+    if PIECES > 1:
+        col += tl.arange(0, PIECES)[:, None] * (TILES * COLS)
+    return col
+
+
+@triton.jit
+def split_scale(scale):
+    """Its sign, and its magnitude within what float32 can take times log2(e)."""
+    sign = tl.where(scale < 0, -1.0, 1.0).to(scale.dtype)
+    size = tl.abs(scale)
+    return sign, size if scale.dtype == tl.float64 else tl.minimum(tl.maximum(size, 1.4e-45), 2e38)
+
+
+@triton.jit
+def merge(maxima, totals, ROWS: tl.constexpr, PRECISE: tl.constexpr, scale=None):
     """The maximum and sum of whole rows, from those of their parts."""
     maximum = max_of_lines(maxima, ROWS)
-    return maximum, sum_of_lines(totals * exp(maxima - maximum, PRECISE), ROWS)
+    return maximum, sum_of_lines(totals * exp(maxima - maximum, PRECISE, scale), ROWS)
 
 
 @triton.jit
@@ -159,7 +295,9 @@ def enter_cluster():
 
 
 @triton.jit
-def merge_over_cluster(maximum, total, part, PARTS: tl.constexpr, PIECES: tl.constexpr, PRECISE: tl.constexpr):
+def merge_over_cluster(
+    maximum, total, part, PARTS: tl.constexpr, PIECES: tl.constexpr, PRECISE: tl.constexpr, scale=None
+):
     """The maximum and sum of a row, from those of the pieces of all PARTS programs; (PIECES, 1) each.
 
     Each program has a slot for every piece in its shared memory, and each writes its pieces to all: so what it
@@ -215,25 +353,26 @@ def merge_over_cluster(maximum, total, part, PARTS: tl.constexpr, PIECES: tl.con
     row_maximum = tl.max(higher, 0)
     sums = tl.zeros((32,), maximum.dtype)
     for i in tl.static_range(len(maxima)):
-        sums += totals[i] * exp(maxima[i] - row_maximum, PRECISE)
+        sums += totals[i] * exp(maxima[i] - row_maximum, PRECISE, scale)
     return row_maximum, tl.sum(sums, 0)
 
 
 @triton.jit
-def normalize(x, maximum, total, LOG: tl.constexpr, PRECISE: tl.constexpr):
+def normalize(x, maximum, total, LOG: tl.constexpr, PRECISE: tl.constexpr, scale=None):
     """The result, from the row's maximum and its sum of exponentials."""
     if LOG:
-        return x - maximum - tl.log(total)
+        return (x - maximum if scale is None else (x - maximum) * scale) - tl.log(total)
     else:
-        return exp(x - maximum, PRECISE) * (1.0 / total)
+        return exp(x - maximum, PRECISE, scale) * (1.0 / total)
 
 
 @triton.jit
 def softmax_tile(
-    x, out, outer, cols, inner, x_outer, x_col, x_inner,
+    x, out, mask, scale, outer, cols, inner, x_outer, x_col, x_inner,
+    m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3,
     LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
     PIECES: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
-    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, OVERLAP: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Softmax of rows of at most PARTS * PIECES * TILES * COLS columns.
 
@@ -249,49 +388,58 @@ def softmax_tile(
     ACC: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     # Not -inf, so that x - maximum is no NaN where only -inf has been seen.
     LOWEST: tl.constexpr = -1.7976931348623157e308 if ACC == tl.float64 else -3.4028234663852886e38  # noqa: SIM300
-    if PARTS > 1:
-        enter_cluster()
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-    program = tl.program_id(0).to(tl.int64)
-    block = program // PARTS
-    part = program % PARTS
+    block, part = begin(PARTS, True, OVERLAP)
     x_start, out_start, exists = find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS, WITHIN)
     x_row, out_row, lead = find_lead(x + x_start, out + out_start, VECTOR, PEEL)
+    sign = None
+    if SCALED:
+        sign, scale = split_scale(scale)
+    else:
+        scale = None
+    mask_row = None
+    if MASKED:
+        mask_row = (
+            mask
+            + find_mask_rows(block, outer, inner, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN)
+            - lead * m_col
+        )
 
-    # This part's columns, counted from where the row's first vector starts: whole lines of 128 bytes.
+    # This part's columns, counted from where the row's first vector starts.
     end = lead + cols
-    share = tl.cdiv(tl.cdiv(end, PARTS), 8 * VECTOR) * (8 * VECTOR) if PARTS > 1 else end
-    first = part * share if PARTS > 1 else 0
-    count = clamp(end - first, share)
+    first, count = find_share(end, part, VECTOR, PARTS)
     whole = count // VECTOR * VECTOR if PEEL else count  # behind it are edges
     start = tl.where(part == 0, tl.cdiv(lead, VECTOR) * VECTOR, 0) if PEEL else 0
     x_part = x_row + first * x_col
     out_part = out_row + first * inner
+    mask_part = mask_row + first * m_col if MASKED else None
+    kept_end = lead + find_kept_end(block, outer, cols, ROWS) if CAUSAL else end
+    stop = clamp(kept_end - first, count) if CAUSAL else count  # behind it nothing counts
+    stop_whole = tl.minimum(tl.cdiv(stop, VECTOR) * VECTOR, whole) if CAUSAL else whole
 
-    col = columns(COLS, LINES)
-    if PIECES > 1:
-        col += tl.arange(0, PIECES)[:, None] * (TILES * COLS)
+    col = tile_columns(ROWS, COLS, TILES, PIECES)
     values = ()
     for tile in tl.static_range(TILES):
         at = tile * COLS + col
         if SHARED_VECTORS:
-            vectors = tl.cdiv(count, VECTOR) * VECTOR
-            inside = (col >= lead - tile * COLS) & (col < count - tile * COLS)
-            read = load(x_part + at * x_col, exists & (col < vectors - tile * COLS), "evict_first", True)
-            read = tl.where(inside, read, float("-inf"))
+            vectors = tl.cdiv(stop, VECTOR) * VECTOR
+            inside = (col >= lead - tile * COLS) & (col < stop - tile * COLS)
+            there = exists & (col < vectors - tile * COLS)
         else:
-            mask = None if EVEN else exists & (col < whole - tile * COLS)
+            inside = col < stop - tile * COLS if CAUSAL else None
+            there = None if EVEN else exists & (col < stop_whole - tile * COLS)
             if PEEL and tile == 0:
-                mask = mask & (col >= start)
-            read = load(x_part + at * x_col, mask, "evict_first")
-        values = values + (read if PACKED else unpack(read),)
+                there = there & (col >= start)
+        tile_values = read(
+            x_part + at * x_col, mask_part, at * m_col, there, inside, sign, "evict_first", PACKED, SHARED_VECTORS
+        )
+        values = values + (tile_values,)
     if PEEL:
-        edge, edge_mask = find_edge(lead, end, part, VECTOR, ROWS)
-        edge_mask = exists & edge_mask
-        edge_values = unpack(load(x_row + edge, edge_mask, "evict_first", SHARED_VECTORS))
+        edge, edge_there = find_edge(lead, end, part, VECTOR, ROWS)
+        edge_there = exists & edge_there
+        inside = edge < kept_end if CAUSAL else None
+        edge_values = read(
+            x_row + edge, mask_row, edge * m_col, edge_there, inside, sign, "evict_first", False, SHARED_VECTORS
+        )
 
     maxima = unpack(values[0])
     for tile in tl.static_range(1, TILES):
@@ -301,55 +449,56 @@ def softmax_tile(
         maximum = tl.maximum(maximum, LOWEST)
     if PEEL and not SHARED_VECTORS:
         edge_maximum = tl.maximum(tl.max(edge_values, 0), LOWEST)
-        edge_total = tl.sum(exp(edge_values - edge_maximum, PRECISE), 0)
+        edge_total = tl.sum(exp(edge_values - edge_maximum, PRECISE, scale), 0)
         maximum = tl.maximum(maximum, edge_maximum)
     zero = (cols >> 62).to(tl.int16)
     terms = ()
     totals = tl.zeros((COLS,) if LINES == 1 else (LINES, COLS), ACC)
     for tile in tl.static_range(TILES):
-        term = exp(unpack(forget(values[tile], zero, PACKED)) - maximum, PRECISE)
+        term = exp(unpack(forget(values[tile], zero, PACKED)) - maximum, PRECISE, scale)
         totals += term
         terms = terms + (term,)
     total = sum_of_lines(totals, LINES)
     if PEEL and not SHARED_VECTORS:
-        edge_total *= exp(edge_maximum - maximum, PRECISE)
+        edge_total *= exp(edge_maximum - maximum, PRECISE, scale)
         total += edge_total if PIECES == 1 else tl.where(tl.arange(0, PIECES)[:, None] == 0, edge_total, 0.0)
 
     row_maximum = maximum
     if PARTS > 1:
-        row_maximum, total = merge_over_cluster(maximum, total, part, PARTS, PIECES, PRECISE)
+        row_maximum, total = merge_over_cluster(maximum, total, part, PARTS, PIECES, PRECISE, scale)
     elif PIECES > 1:
         row_maximum = tl.max(maximum)
-        total = tl.sum(total * exp(maximum - row_maximum, PRECISE))
+        total = tl.sum(total * exp(maximum - row_maximum, PRECISE, scale))
     factor = 1.0 / total
     if PIECES > 1 and not PACKED:
-        factor *= exp(maximum - row_maximum, PRECISE)
+        factor *= exp(maximum - row_maximum, PRECISE, scale)
 
     for tile in tl.static_range(TILES):
         at = tile * COLS + col
-        mask = None if EVEN else exists & (col < whole - tile * COLS)
+        there = None if EVEN else exists & (col < whole - tile * COLS)
         if PEEL and tile == 0:
-            mask = mask & (col >= start)
+            there = there & (col >= start)
         if LOG:
-            result = unpack(values[tile]) - row_maximum - tl.log(total)
+            result = normalize(unpack(values[tile]), row_maximum, total, LOG, PRECISE, scale)
         elif PACKED:
-            result = exp(unpack(forget(values[tile], zero + zero, PACKED)) - row_maximum, PRECISE) * factor
+            result = exp(unpack(forget(values[tile], zero + zero, PACKED)) - row_maximum, PRECISE, scale) * factor
         else:
             result = terms[tile] * factor
-        tl.store(out_part + at * inner, result, mask=mask, cache_modifier=".cs")
+        tl.store(out_part + at * inner, result, mask=there, cache_modifier=".cs")
     if PEEL:
-        result = normalize(edge_values, row_maximum, total, LOG, PRECISE)  # the end is another part's
-        tl.store(out_row + edge, result, mask=edge_mask, cache_modifier=".cs")
+        result = normalize(edge_values, row_maximum, total, LOG, PRECISE, scale)  # the end is another part's
+        tl.store(out_row + edge, result, mask=edge_there, cache_modifier=".cs")
 
 
 @triton.jit
 def softmax_long(
-    x, out, partials, outer, cols, inner, x_outer, x_col, x_inner,
-    LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
-    VECTOR: tl.constexpr, PEEL: tl.constexpr, PARTS: tl.constexpr, SCAN: tl.constexpr, WRITE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, out, partials, mask, scale, outer, cols, inner, x_outer, x_col, x_inner,
+    m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3,
+    LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    PEEL: tl.constexpr, PARTS: tl.constexpr, SCAN: tl.constexpr, WRITE: tl.constexpr, OVERLAP: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of rows of any length, TILES tiles at a time.
+    """Softmax of rows of any length.
 
     SCAN and WRITE say whether this launch makes the first and second pass; ``partials`` carries each part's
     maximum and sum from one launch to the other; (rows, PARTS, 2).
@@ -357,46 +506,55 @@ def softmax_long(
     PRECISE: tl.constexpr = out.dtype.element_ty == tl.float32
     ACC: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     LOWEST: tl.constexpr = -1.7976931348623157e308 if ACC == tl.float64 else -3.4028234663852886e38  # noqa: SIM300
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-    program = tl.program_id(0).to(tl.int64)
-    block = program // PARTS
-    part = program % PARTS
+    block, part = begin(PARTS, False, OVERLAP)
     x_start, out_start, exists = find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS, WITHIN)
     x_row, out_row, lead = find_lead(x + x_start, out + out_start, VECTOR, PEEL)
+    sign = None
+    if SCALED:
+        sign, scale = split_scale(scale)
+    else:
+        scale = None
+    mask_row = None
+    if MASKED:
+        mask_row = (
+            mask
+            + find_mask_rows(block, outer, inner, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN)
+            - lead * m_col
+        )
 
     end = lead + cols
-    most = tl.cdiv(cols + (VECTOR - 1 if PEEL else 0), COLS * TILES)
+    most = tl.cdiv(cols + (VECTOR - 1 if PEEL else 0), COLS)
     steps = tl.cdiv(most, PARTS)
     first = part * steps
     last = tl.minimum(first + steps, most)
+    stop = lead + find_kept_end(block, outer, cols, ROWS) if CAUSAL else end  # behind it nothing counts
+    stop_whole = tl.minimum(tl.cdiv(stop, VECTOR) * VECTOR, end) if CAUSAL else end
     col = columns(COLS, ROWS)
+    if PEEL:
+        edge, edge_there = find_edge(lead, end, part, VECTOR, ROWS)
+        edge_there = exists & edge_there
+        edge_inside = edge < stop if CAUSAL else None
+        edge_values = read(x_row + edge, mask_row, edge * m_col, edge_there, edge_inside, sign, "evict_first")
 
     if SCAN:
         maxima = tl.full((COLS,) if ROWS == 1 else (ROWS, COLS), LOWEST, ACC)
         totals = tl.zeros((COLS,) if ROWS == 1 else (ROWS, COLS), ACC)
-        for step in range(first, last):
-            higher = maxima
-            values = ()
-            for tile in tl.static_range(TILES):
-                start = (step * TILES + tile) * COLS
-                count = clamp(end - start, COLS)
-                vectors = tl.cdiv(count, VECTOR) * VECTOR
-                mask = exists & (col < vectors)
-                tile_values = unpack(load(x_row + start * x_col + col * x_col, mask, "evict_last", PEEL))
-                if PEEL:
-                    inside = (col < count) & (col >= tl.where(start == 0, lead, 0))
-                    tile_values = tl.where(inside, tile_values, float("-inf"))
-                higher = tl.maximum(higher, tile_values)
-                values = values + (tile_values,)
-            totals *= exp(maxima - higher, PRECISE)
-            for tile in tl.static_range(TILES):
-                totals += exp(values[tile] - higher, PRECISE)
+        last_read = tl.minimum(last, tl.cdiv(tl.max(stop) if ROWS > 1 else stop, COLS)) if CAUSAL else last
+        for step in range(first, last_read):
+            start = step * COLS
+            there = find_tile(start, stop_whole, lead, exists, col, VECTOR, COLS, WITHIN, PEEL)
+            inside = col < stop - start if CAUSAL else None
+            at = start + col
+            values = read(x_row + at * x_col, mask_row, at * m_col, there, inside, sign, "evict_last")
+            higher = tl.maximum(maxima, values)
+            totals = totals * exp(maxima - higher, PRECISE, scale) + exp(values - higher, PRECISE, scale)
             maxima = higher
-        maximum = max_of_lines(maxima, ROWS)
-        total = sum_of_lines(totals * exp(maxima - maximum, PRECISE), ROWS)
+        maximum, total = merge(maxima, totals, ROWS, PRECISE, scale)
+        if PEEL:
+            higher = tl.maximum(maximum, max_of_lines(edge_values, ROWS))
+            total *= exp(maximum - higher, PRECISE, scale)
+            total += sum_of_lines(exp(edge_values - higher, PRECISE, scale), ROWS)
+            maximum = higher
 
     if PARTS > 1:  # a row's partials lie together, and each is a maximum and a sum
         row = block if ROWS == 1 else block * ROWS + tl.arange(0, ROWS)[:, None]
@@ -405,82 +563,89 @@ def softmax_long(
         tl.store(partials + part * 2, maximum)
         tl.store(partials + part * 2 + 1, total)
     if not SCAN:
-        at = partials + columns(PARTS, ROWS) * 2
-        maximum, total = merge(tl.load(at), tl.load(at + 1), ROWS, PRECISE)
+        pairs = partials + columns(PARTS, ROWS) * 2
+        maximum, total = merge(tl.load(pairs), tl.load(pairs + 1), ROWS, PRECISE, scale)
 
     if WRITE:
         for step in range(first, last):
-            for tile in tl.static_range(TILES):
-                # Backwards: the row's end is still in the L2 cache.
-                start = ((first + last - 1 - step) * TILES + tile) * COLS
-                count = clamp(end - start, COLS)
-                vectors = count // VECTOR * VECTOR
-                mask = exists & (col < vectors)
-                if PEEL:
-                    mask = mask & (col >= tl.where((start == 0) & (lead > 0), VECTOR, 0))
-                values = unpack(load(x_row + start * x_col + col * x_col, mask, "evict_first"))
-                result = normalize(values, maximum, total, LOG, PRECISE)
-                tl.store(out_row + start * inner + col * inner, result, mask=mask, cache_modifier=".cs")
+            step = first + last - 1 - step  # backwards: the row's end is still in the L2 cache
+            start = step * COLS
+            there = find_tile(start, end, lead, exists, col, VECTOR, COLS, WITHIN, PEEL)
+            counting = find_tile(start, stop_whole, lead, exists, col, VECTOR, COLS, WITHIN, PEEL)
+            inside = col < stop - start if CAUSAL else None
+            at = start + col
+            values = read(x_row + at * x_col, mask_row, at * m_col, counting, inside, sign, "evict_first")
+            result = normalize(values, maximum, total, LOG, PRECISE, scale)
+            tl.store(out_row + at * inner, result, mask=there, cache_modifier=".cs")
         if PEEL:
-            edge, edge_mask = find_edge(lead, end, part, VECTOR, ROWS)
-            edge_mask = exists & edge_mask
-            result = normalize(unpack(load(x_row + edge, edge_mask, "evict_first")), maximum, total, LOG, PRECISE)
-            tl.store(out_row + edge, result, mask=edge_mask, cache_modifier=".cs")
+            result = normalize(edge_values, maximum, total, LOG, PRECISE, scale)
+            tl.store(out_row + edge, result, mask=edge_there, cache_modifier=".cs")
 
 
 @triton.jit
-def gradient(y, dy, total, LOG: tl.constexpr, PRECISE: tl.constexpr):
-    """dx, from the row's sum of dy * y, or for log-softmax of dy."""
+def gradient(y, dy, total, scale, kept, LOG: tl.constexpr, PRECISE: tl.constexpr):
+    """dx, from the row's sum of dy * y, or for log-softmax of dy; scale and kept are None where there is none."""
+    dx = dy - exp(y, PRECISE) * total if LOG else y * (dy - total)
+    if scale is not None:
+        dx *= scale
+    return dx if kept is None else tl.where(kept, dx, 0.0)
+
+
+@triton.jit
+def product(y, dy, kept, LOG: tl.constexpr):
+    """What an element adds to the row's sum."""
     if LOG:
-        return dy - exp(y, PRECISE) * total
+        return dy
     else:
-        return y * (dy - total)
+        return dy * y if kept is None else tl.where(kept, dy * y, 0.0)
 
 
 @triton.jit
 def softmax_backward_tile(
-    y, out, dy, outer, cols, inner,
+    y, out, dy, mask, scale, outer, cols, inner, m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3,
     LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
     PIECES: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """The gradient for rows of at most PARTS * PIECES * TILES * COLS columns; all arrays are contiguous."""
     LINES: tl.constexpr = ROWS * PIECES
     PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
     ACC: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
-    if PARTS > 1:
-        enter_cluster()
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    block, part = begin(PARTS, True, OVERLAP)
+    _, row, exists = find_rows(block, outer, cols, inner, 0, 0, ROWS, WITHIN)
+    first, count = find_share(cols, part, VECTOR, PARTS)
+    start = row + first * inner
+    mask_part = None
+    if MASKED:
+        mask_part = (
+            mask
+            + find_mask_rows(block, outer, inner, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN)
+            + first * m_col
+        )
+    stop = (
+        clamp(find_kept_end(block, outer, cols, ROWS) - first, count) if CAUSAL else count
+    )  # behind it nothing counts
+    stop_whole = tl.minimum(tl.cdiv(stop, VECTOR) * VECTOR, count) if CAUSAL else count
 
-    program = tl.program_id(0).to(tl.int64)
-    block = program // PARTS
-    part = program % PARTS
-    _, start, exists = find_rows(block, outer, cols, inner, 0, 0, ROWS, WITHIN)
-    share = tl.cdiv(tl.cdiv(cols, PARTS), 8 * VECTOR) * (8 * VECTOR) if PARTS > 1 else cols
-    first = part * share if PARTS > 1 else 0
-    count = clamp(cols - first, share)
-    start += first * inner
-
-    col = columns(COLS, LINES)
-    if PIECES > 1:
-        col += tl.arange(0, PIECES)[:, None] * (TILES * COLS)
+    col = tile_columns(ROWS, COLS, TILES, PIECES)
     ys = ()
     dys = ()
+    kepts = ()
     for tile in tl.static_range(TILES):
-        at = start + (tile * COLS + col) * inner
-        mask = None if EVEN else exists & (col < count - tile * COLS)
-        if mask is None:
-            ys = ys + (tl.load(y + at, eviction_policy="evict_first"),)
-            dys = dys + (tl.load(dy + at, eviction_policy="evict_first"),)
-        else:
-            ys = ys + (tl.load(y + at, mask=mask, other=0.0, eviction_policy="evict_first"),)
-            dys = dys + (tl.load(dy + at, mask=mask, other=0.0, eviction_policy="evict_first"),)
+        at = tile * COLS + col
+        there = None if EVEN else exists & (col < count - tile * COLS)
+        counting = exists & (col < stop_whole - tile * COLS) if CAUSAL else there
+        inside = col < stop - tile * COLS if CAUSAL else None
+        ys = ys + (load(y + start + at * inner, counting, "evict_first", absent=0.0),)
+        # Log-softmax sums them all.
+        dys = dys + (load(dy + start + at * inner, there if LOG else counting, "evict_first", absent=0.0),)
+        if MASKED or CAUSAL:
+            kepts = kepts + (load_kept(mask_part, at * m_col, counting, inside),)
 
     totals = tl.zeros((COLS,) if LINES == 1 else (LINES, COLS), ACC)
     for tile in tl.static_range(TILES):
-        term = unpack(dys[tile])
-        totals += term if LOG else term * unpack(ys[tile])
+        kept = kepts[tile] if MASKED or CAUSAL else None
+        totals += product(unpack(ys[tile]), unpack(dys[tile]), kept, LOG)
     total = sum_of_lines(totals, LINES)
     if PARTS > 1:
         _, total = merge_over_cluster(tl.zeros((PIECES, 1), ACC), total, part, PARTS, PIECES, PRECISE)
@@ -488,39 +653,57 @@ def softmax_backward_tile(
         total = tl.sum(total)
     for tile in tl.static_range(TILES):
         at = start + (tile * COLS + col) * inner
-        mask = None if EVEN else exists & (col < count - tile * COLS)
-        dx = gradient(unpack(ys[tile]), unpack(dys[tile]), total, LOG, PRECISE)
-        tl.store(out + at, dx, mask=mask, cache_modifier=".cs")
+        there = None if EVEN else exists & (col < count - tile * COLS)
+        kept = kepts[tile] if MASKED or CAUSAL else None
+        dx = gradient(unpack(ys[tile]), unpack(dys[tile]), total, scale if SCALED else None, kept, LOG, PRECISE)
+        tl.store(out + at, dx, mask=there, cache_modifier=".cs")
 
 
 @triton.jit
 def softmax_backward_long(
-    y, out, dy, outer, cols, inner,
+    y, out, dy, mask, scale, outer, cols, inner, m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3,
     LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """The gradient for rows of any length, in two passes; all arrays are contiguous."""
     PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
     ACC: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    block = tl.program_id(0).to(tl.int64)
-    _, start, exists = find_rows(block, outer, cols, inner, 0, 0, ROWS, WITHIN)
+    block, _ = begin(1, False, OVERLAP)
+    _, row, exists = find_rows(block, outer, cols, inner, 0, 0, ROWS, WITHIN)
+    mask_row = None
+    if MASKED:
+        mask_row = mask + find_mask_rows(
+            block, outer, inner, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN
+        )
+    stop = find_kept_end(block, outer, cols, ROWS) if CAUSAL else cols  # behind it nothing counts
+    stop_whole = tl.minimum(tl.cdiv(stop, VECTOR) * VECTOR, cols) if CAUSAL else cols
+    summed = cols  # by log-softmax
+    if CAUSAL and not LOG:
+        summed = tl.max(stop) if ROWS > 1 else stop
+
     col = columns(COLS, ROWS)
     totals = tl.zeros((COLS,) if ROWS == 1 else (ROWS, COLS), ACC)
-    for first in range(0, cols, COLS):
-        at = start + (first + col) * inner
-        mask = exists & (col < clamp(cols - first, COLS))
-        term = unpack(tl.load(dy + at, mask=mask, other=0.0, eviction_policy="evict_last"))
-        if not LOG:
-            term *= unpack(tl.load(y + at, mask=mask, other=0.0, eviction_policy="evict_last"))
-        totals += term
+    for step in range(tl.cdiv(summed, COLS)):
+        start = step * COLS
+        there = find_tile(start, cols if LOG else stop_whole, 0, exists, col, VECTOR, COLS, WITHIN, False)
+        at = start + col
+        dy_tile = unpack(load(dy + row + at * inner, there, "evict_last", absent=0.0))
+        if LOG:
+            totals += dy_tile
+        else:
+            y_tile = unpack(load(y + row + at * inner, there, "evict_last", absent=0.0))
+            kept = load_kept(mask_row, at * m_col, there, col < stop - start if CAUSAL else None)
+            totals += product(y_tile, dy_tile, kept, LOG)
     total = sum_of_lines(totals, ROWS)
-    for step in range(0, cols, COLS):
-        first = (cols - 1) // COLS * COLS - step  # backwards: the row's end is still in the L2 cache
-        at = start + (first + col) * inner
-        mask = exists & (col < clamp(cols - first, COLS))
-        y_tile = unpack(tl.load(y + at, mask=mask, other=0.0, eviction_policy="evict_first"))
-        dy_tile = unpack(tl.load(dy + at, mask=mask, other=0.0, eviction_policy="evict_first"))
-        tl.store(out + at, gradient(y_tile, dy_tile, total, LOG, PRECISE), mask=mask, cache_modifier=".cs")
+    tiles = tl.cdiv(cols, COLS)
+    for step in range(tiles):
+        step = tiles - 1 - step  # backwards: the row's end is still in the L2 cache
+        start = step * COLS
+        there = find_tile(start, cols, 0, exists, col, VECTOR, COLS, WITHIN, False)
+        counting = find_tile(start, stop_whole, 0, exists, col, VECTOR, COLS, WITHIN, False)
+        at = start + col
+        y_tile = unpack(load(y + row + at * inner, counting, "evict_first", absent=0.0))
+        dy_tile = unpack(load(dy + row + at * inner, counting, "evict_first", absent=0.0))
+        kept = load_kept(mask_row, at * m_col, counting, col < stop - start if CAUSAL else None)
+        dx = gradient(y_tile, dy_tile, total, scale if SCALED else None, kept, LOG, PRECISE)
+        tl.store(out + row + at * inner, dx, mask=there, cache_modifier=".cs")
