@@ -41,8 +41,15 @@ struct Keep {
     uint words[(kWide + 3) / 4];
 
     __device__ __forceinline__ bool of(int i) const { return words[i / 4] >> i % 4 * 8 & 0xff; }
+    // For elements i and i + 1 of two bytes: all of their bits or none. Bytes become halves of a word, whose high bits
+    // an addition sets where they aren't 0, and these fill the halves.
+    __device__ __forceinline__ uint pair(int i) const {
+        const uint halves = __byte_perm(words[i / 4], 0, i % 4 ? 0x4342 : 0x4140);
+        return __byte_perm(halves + 0x7fff7fff, 0, 0xbb99);
+    }
 #else
     __device__ __forceinline__ bool of(int) const { return true; }
+    __device__ __forceinline__ uint pair(int) const { return ~0u; }
 #endif
 };
 
@@ -50,6 +57,12 @@ struct Keep {
 __device__ __forceinline__ constexpr uint sign_bits(int i) {
     if (sizeof(In) == 8) return i % 2 ? 0x80000000 : 0;
     return sizeof(In) == 4 ? 0x80000000 : kWide == 1 ? 0x8000 : 0x80008000;
+}
+
+// -inf twice, for elements of two bytes.
+__device__ __forceinline__ uint lowest_pair() {
+    Pack<In> lowest_pack = empty_pack();
+    return lowest_pack.words[0];
 }
 
 // What packs go through before the softmax sees them. A pack's elements are neighbors along a row, or, with ACROSS, one in
@@ -102,6 +115,12 @@ template <bool ACROSS> struct Screen {
 #endif
         return found;
     }
+    // Brings it to the L2 cache.
+    __device__ __forceinline__ void prefetch(long long col) const {
+#if MASK
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(mask + col * step));
+#endif
+    }
     __device__ __forceinline__ bool counts(const Keep& keep, long long col, int i) const {
         return keep.of(i) && reaches(col, i);
     }
@@ -120,9 +139,22 @@ template <bool ACROSS> struct Screen {
 #pragma unroll
             for (int i = 0; i < int(sizeof(pack) / 4); ++i) pack.words[i] ^= sign_bits(i);
         }
+        if constexpr (MASK && sizeof(In) == 2 && kWide > 1) {
 #pragma unroll
-        for (int i = 0; i < kWide; ++i)
-            if (!counts(keep, col, i)) pack.at[i] = lowest(In());
+            for (int i = 0; i < kWide; i += 2) {
+                const uint kept = keep.pair(i);
+                pack.words[i / 2] = (pack.words[i / 2] & kept) | (lowest_pair() & ~kept);
+            }
+        } else if constexpr (MASK) {
+#pragma unroll
+            for (int i = 0; i < kWide; ++i)
+                if (!keep.of(i)) pack.at[i] = lowest(In());
+        }
+        if (CAUSAL && (ACROSS || !reaches(col, kWide - 1))) {
+#pragma unroll
+            for (int i = 0; i < kWide; ++i)
+                if (!reaches(col, i)) pack.at[i] = lowest(In());
+        }
 #endif
     }
     __device__ __forceinline__ Acc apply(Acc x, long long col) const {

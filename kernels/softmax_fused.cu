@@ -130,26 +130,21 @@ __device__ __forceinline__ Pack<In> read_screened(const In* row, long long col, 
     return pack;
 }
 
-// Into a thread's slots from `begin` up to `stop`, by way of registers; slot 0's pack is at `col`. A few at a time, so
-// that their loads are in flight together.
-__device__ __forceinline__ void load_screened(Pack<In>* slots, int begin, int stop, const In* row, long long col,
-                                              const Screen<false>& screen) {
-    constexpr int kAtOnce = MASK == 1 ? 1 : 2;
-    for (int v = begin; v < stop; v += kAtOnce) {
-        Pack<In> packs[kAtOnce];
-        Keep keeps[kAtOnce];
-        auto at = [&](int i) { return col + (v + i) * 32 * kWide; };
-        auto wanted = [&](int i) { return v + i < stop && screen.reaches(at(i)); };
+// N packs in slots of this thread, `step` apart, as the softmax is to see them: so they stay there. The first is at `col`.
+template <int N>
+__device__ __forceinline__ void read_slots(Pack<In> (&packs)[N], Pack<In>* slots, int step, long long col,
+                                           const Screen<false>& screen) {
+    Keep keeps[N];
+    auto at = [&](int i) { return col + i * 32 * kWide; };
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            packs[i] = empty_pack();
-            load(packs[i], row + at(i), wanted(i));
-            keeps[i] = screen.keep(at(i), wanted(i));
-        }
+    for (int i = 0; i < N; ++i) keeps[i] = screen.keep(at(i), screen.reaches(at(i)));
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            if (wanted(i)) screen.apply(packs[i], keeps[i], at(i));
-            if (v + i < stop) slots[(v + i) * blockDim.x] = packs[i];
+    for (int i = 0; i < N; ++i) packs[i] = read_slot(slots + i * step);
+    if constexpr (SCORES) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (screen.reaches(at(i))) screen.apply(packs[i], keeps[i], at(i));
+            slots[i * step] = packs[i];
         }
     }
 }
@@ -205,12 +200,14 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
     const int group = (shared_vectors + kGroups - 1) / kGroups;
     if constexpr (SHARED)
         for (int g = 0; g < kGroups; ++g) {
-            const int stop = min(held_slots, (g + 1) * group);
-            if constexpr (SCORES)
-                load_screened(slots, g * group, stop, in, run_col + VECTORS * 32 * kWide, screen);
-            else
-                for (int v = g * group; v < stop; ++v)
-                    load_async(slots + v * blockDim.x, in_run + (VECTORS + v) * 32 * kWide);
+            for (int v = g * group; v < min(held_slots, (g + 1) * group); ++v) {
+                const long long offset = (VECTORS + v) * 32 * kWide;
+                if (screen.reaches(run_col + offset)) {
+                    load_async(slots + v * blockDim.x, in_run + offset);
+                    screen.prefetch(run_col + offset);
+                } else
+                    slots[v * blockDim.x] = empty_pack();
+            }
             end_group();
         }
     // The elements outside the packs; rows that begin and end at a pack have none.
@@ -225,10 +222,11 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
             singles_to[s] = at >= 0 ? to + at : nullptr;
         }
     let_successor_start();
-    if constexpr (SCORES)
+    if constexpr (SCORES) {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v)
             if (wanted(v)) screen.apply(packs[v], keeps[v], run_col + v * kLanes * kWide);
+    }
 
     Partial row_partial;
     Acc terms[kKeepTerms ? VECTORS * kWide : 1];
@@ -269,14 +267,16 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
             auto take_group = [&](int g) {
                 const int stop = min(held_slots, (g + 1) * group);
                 int v = g * group;
+                auto col = [&] { return run_col + (VECTORS + v) * 32 * kWide; };
                 for (; v + 1 < stop; v += 2) {
-                    const Pack<In> pair[2] = {read_slot(slots + v * blockDim.x),
-                                              read_slot(slots + (v + 1) * blockDim.x)};
+                    Pack<In> pair[2];
+                    read_slots(pair, slots + v * blockDim.x, blockDim.x, col(), screen);
                     mine.take<2>(pair);
                 }
                 if (v < stop) {
-                    const Pack<In> pack = read_slot(slots + v * blockDim.x);
-                    mine.take<1>(&pack);
+                    Pack<In> one[1];
+                    read_slots(one, slots + v * blockDim.x, blockDim.x, col(), screen);
+                    mine.take<1>(one);
                 }
             };
             wait_for_groups<3>(), take_group(0);

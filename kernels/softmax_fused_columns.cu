@@ -270,10 +270,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             end_group();
         }
     let_successor_start();
-    if constexpr (SCORES)
+    if constexpr (SCORES) {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v)
             if (wanted(v)) screen.apply(packs[v], keeps[v], column_number(v));
+    }
 
     // As the loads arrive.
     RunningRows running(scale);

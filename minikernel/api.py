@@ -60,8 +60,8 @@ def softmax(
         dtype: Cast the input to this floating dtype first: PyTorch's, NumPy's, or a name.
         out: PyTorch, CuPy or NumPy array of the right shape, dtype and device to fill and return; it may be
             ``x`` itself.
-        scale: Softmax of ``scale * x``: 1 / temperature, or 1 / sqrt(d). Finite, not 0. The product isn't rounded
-            to a half type, and can't overflow.
+        scale: Softmax of ``scale * x``: 1 / temperature, or 1 / sqrt(d). Its magnitude is from 2**-126 to 2**127.
+            The product isn't rounded to a half type, and can't overflow.
         mask: Boolean array of the same kind and device that broadcasts to the shape of ``x``, and isn't expanded in
             memory: True keeps an element, and what is False is never looked at. Its result is 0, or -inf in
             :func:`log_softmax`; a row of which nothing is kept is NaN.
@@ -631,7 +631,7 @@ def _bind_recorded(
     axis = normalize_dim(dim, len(framework.geometry(x)[0]))
     bound = torch_ops.Bound(op, axis, x.dtype, forward, run_backward, asked is not None and asked.causal)
     record = torch_ops.record
-    return lambda x, *more: record(x, bound, *more)
+    return (lambda x, *more: record(x, bound, *more)) if asked else (lambda x: record(x, bound))
 
 
 def _resolve_recorded(

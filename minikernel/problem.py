@@ -72,7 +72,8 @@ class Problem:
         strides: The input's strides over the three axes, in elements.
         x_offset, out_offset: The two addresses modulo 16 bytes, the width of the widest access.
         recorded: Whether autograd records it, so that its backend must have the backward too.
-        scaled: Whether the input is multiplied by a number first; each call brings it.
+        scaled: Whether the input is multiplied by a number first; each call brings it. It is a normal number in
+            float32, and may be negative.
         mask: Which elements count: the others are as if they were -inf, whatever they are, and their gradient is 0.
             None: all of them.
         causal: Whether only the columns up to a row's own number, modulo ``cols``, count. Then ``inner`` is 1.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
 from numbers import Real
 from typing import Any, NamedTuple
 
 from .problem import Mask
+
+#: The smallest normal number of float32, and what is still finite times log2(e).
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
 
 
 class Scores(NamedTuple):
@@ -22,7 +24,7 @@ class Scores(NamedTuple):
 
         Raises:
             TypeError: ``scale`` isn't a number, or ``causal`` isn't a bool.
-            ValueError: ``scale`` is 0 or not finite.
+            ValueError: ``scale`` is 0, or its magnitude beyond what arithmetic in float32 can take.
         """
         if not isinstance(self.causal, bool):
             raise TypeError(f"causal must be True or False, not {self.causal!r}")
@@ -34,8 +36,10 @@ class Scores(NamedTuple):
                 f"scale must be a number, not {found}: multiply the input by an array of scales yourself"
             )
         scale = float(self.scale)
-        if not isfinite(scale) or scale == 0:
-            raise ValueError(f"scale must be finite and not 0; got {self.scale}")
+        if not SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE:
+            raise ValueError(
+                f"scale must be finite and not 0 (its magnitude from 2**-126 to 2**127); got {self.scale}"
+            )
         return self._replace(scale=scale)
 
     @property

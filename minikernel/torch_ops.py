@@ -100,16 +100,19 @@ class Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bound: Bound, *more: Any) -> torch.Tensor:
         y = bound.forward(x, *more)
-        ctx.save_for_backward(y, *more[:1])
         ctx.bound = bound
-        ctx.scale = more[1:]
+        if more:
+            mask, ctx.scale = more
+            ctx.save_for_backward(y, mask)
+        else:
+            ctx.save_for_backward(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        saved: tuple[Any, ...] = ctx.saved_tensors
-        y, bound = saved[0], ctx.bound
-        more = (*saved[1:], *ctx.scale)
+        y, *masks = ctx.saved_tensors
+        bound = ctx.bound
+        more = (*masks, ctx.scale) if masks else ()
         none = (None,) * (1 + len(more))
         # With create_graph=True grad mode is on: then the gradient is to be differentiated itself.
         if bound.backward is None or torch.is_grad_enabled() or not _is_plain(dy) or not _is_plain(y):

@@ -10,6 +10,7 @@ from test_plan import DEVICES, LENGTHS
 from minikernel import cuda
 from minikernel.backends import fused_backward, triton_fused
 from minikernel.backends.fused_backward import BackwardColumnsPlan, BackwardPlan
+from minikernel.backends.fused_rows import share_of
 from minikernel.problem import ITEMSIZE, Problem
 
 

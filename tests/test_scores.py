@@ -36,7 +36,8 @@ CASES = (
     ((2, 3, 5, 64), -1, (2, 1, 5, 64)), ((2, 3, 5, 64), -1, (1, 3, 1, 64)), ((2, 3, 5, 64), -1, (5, 64)),
     ((2, 3, 2, 3, 2, 33), -1, (2, 1, 2, 1, 2, 33)), ((5, 1025), -1, (5, 1025)), ((3, 9001), -1, (1, 9001)),
     ((2, 40_000), -1, (2, 40_000)), ((30, 64), 0, (30, 64)), ((2, 33, 16), 1, (2, 33, 1)),
-    ((2, 33, 16), 1, (33, 16)), ((2, 300, 6, 8), 1, (2, 1, 6, 8)), ((2, 300, 5, 7), 1, (1, 300, 5, 1)), ((1,), 0, (1,)), ((), 0, ()),
+    ((2, 33, 16), 1, (33, 16)), ((2, 300, 6, 8), 1, (2, 1, 6, 8)), ((2, 300, 5, 7), 1, (1, 300, 5, 1)),
+    ((1,), 0, (1,)), ((), 0, ()),
 )  # fmt: skip
 LONG = ((8, 128_256), -1, (8, 128_256)), ((1, 600_001), -1, (600_001,)), ((2, 1_048_576), -1, (2, 1))
 
@@ -354,6 +355,9 @@ def test_the_teaching_rungs_decline():
     [
         ({"scale": 0}, ValueError, "finite and not 0"),
         ({"scale": INF}, ValueError, "finite and not 0"),
+        ({"scale": 1e-39}, ValueError, "finite and not 0"),
+        ({"scale": -1e39}, ValueError, "finite and not 0"),
+        ({"scale": NAN}, ValueError, "finite and not 0"),
         ({"scale": "2"}, TypeError, "scale must be a number"),
         ({"scale": True}, TypeError, "scale must be a number"),
         ({"scale": torch.tensor(2.0)}, TypeError, "multiply the input"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
-from .numpy_scores import dropped_of, fit_scale
+from .numpy_scores import dropped_of
 from .numpy_tiles import FEWEST_FOR_THREADS, Array, Cut, pack, row_tiles, share, unpacked
 
 # Elements of a tile, four of which fit in a core's cache.
@@ -40,7 +40,7 @@ class Backward:
             keep = None if drop is None else _bits(drop[cut].tile(), of_cut[0].dtype.itemsize)
             result = self.gradient(*of_cut, keep)
             if scale != 1:
-                np.multiply(result, fit_scale(scale, dtype), out=result)
+                np.multiply(result, scale, out=result)
             if keep is not None:
                 _clear(result, keep)
             pack(result, dx[cut], out_dtype)

@@ -19,7 +19,7 @@ from minikernel.registry import Backend
 
 from .numpy_backward import Backward
 from .numpy_plan import BLOCK_BYTES, LANES, MAX_THREADS, MERGED, SHORT, Plan, plan
-from .numpy_scores import Scores, dropped_of, fit_scale
+from .numpy_scores import Scores, dropped_of
 from .numpy_tiles import Array, Item, round_to_bfloat16, round_to_subnormal_half, share
 from .numpy_topk import TopK
 
@@ -79,7 +79,7 @@ class Softmax:
     ) -> None:
         plan = self.plan
         drop = dropped_of(self.problem, mask, plan.order)
-        x = Scores(values.transpose(plan.order), drop, fit_scale(scale, plan.work_dtype))
+        x = Scores(values.transpose(plan.order), drop, scale)
         out = out.transpose(plan.order)
         with np.errstate(all="ignore"):
             if plan.strips == plan.pieces == 1:

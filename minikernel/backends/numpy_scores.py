@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import copysign, inf
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -11,16 +11,7 @@ from ..problem import Mask, Problem
 from .numpy_plan import is_masked
 from .numpy_tiles import Array
 
-_FLOAT32 = 2.0**-149, 2.0**128 - 2.0**104  # its smallest and its largest number
-
 Ranges = tuple[range, ...]
-
-
-def fit_scale(scale: float, dtype: str) -> float:
-    """The scale as arithmetic in ``dtype`` can have it: neither 0 nor infinite."""
-    if dtype == "float64":
-        return scale
-    return copysign(min(max(abs(scale), _FLOAT32[0]), _FLOAT32[1]), scale)
 
 
 class Dropped:

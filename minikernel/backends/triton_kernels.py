@@ -19,8 +19,8 @@ so that accesses are of whole vectors, and the few elements that share a vector 
 row's edge, are read and written one by one.
 
 With a scale (SCALED) x's sign is flipped where the scale is negative, and differences to the maximum are multiplied
-by its magnitude. What a mask (MASKED) or causality (CAUSAL) drops
-becomes -inf once it is read, and what lies behind a tile's last kept column isn't read.
+by its magnitude. What a mask (MASKED) or causality (CAUSAL) drops becomes -inf once it is read, and what lies
+behind a tile's last kept column isn't read.
 
 Nothing tests for infinities: NaN or +inf in a row makes its sum NaN, nothing but -inf makes the sum
 NaN or 0 and its results 0 / 0, and so they all come out NaN.
@@ -230,17 +230,18 @@ def read(
 
     SHARED: some of those there are a neighboring row's, which aren't inside.
     """
-    absent = float("-inf") if sign is None else sign * float("-inf")
-    values = load(x, there, POLICY, SHARED, absent)
+    # What is absent is -inf behind the flip, not before it.
+    values = load(x, there, POLICY, SHARED or sign is not None)
     kept = load_kept(mask, start, there, inside, SHARED)
+    if sign is not None and there is not None:
+        kept = there if kept is None else kept & there
     if not PACKED:
         values = unpack(values)
     if sign is not None:
-        if PACKED:
-            flip = tl.where(sign < 0, -32768, 0).to(tl.int16)
-            values = (values.to(tl.int16, bitcast=True) ^ flip).to(values.dtype, bitcast=True)
-        else:
-            values *= sign
+        WIDE: tl.constexpr = tl.int64 if values.dtype == tl.float64 else tl.int32
+        BITS: tl.constexpr = tl.int16 if PACKED else WIDE
+        flip = (sign >> 16 if PACKED else sign).to(BITS)
+        values = (values.to(BITS, bitcast=True) ^ flip).to(values.dtype, bitcast=True)
     return values if kept is None else tl.where(kept, values, float("-inf"))
 
 
@@ -272,10 +273,11 @@ def tile_columns(ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr, PI
 
 @triton.jit
 def split_scale(scale):
-    """Its sign, and its magnitude within what float32 can take times log2(e)."""
-    sign = tl.where(scale < 0, -1.0, 1.0).to(scale.dtype)
-    size = tl.abs(scale)
-    return sign, size if scale.dtype == tl.float64 else tl.minimum(tl.maximum(size, 1.4e-45), 2e38)
+    """The bit of its sign, and its magnitude."""
+    BITS: tl.constexpr = tl.int64 if scale.dtype == tl.float64 else tl.int32
+    LOWEST: tl.constexpr = -(2**63) if scale.dtype == tl.float64 else -(2**31)
+    sign = scale.to(BITS, bitcast=True) & LOWEST
+    return sign, tl.abs(scale)
 
 
 @triton.jit
