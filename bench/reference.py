@@ -161,9 +161,12 @@ class Reference:
         error = xp.abs(got - largest)
         allowed = tolerance.relative * largest + tolerance.absolute
         close = (error <= allowed) & (xp.abs(there - largest) <= allowed)
-        worst = float((error / largest)[largest >= tolerance.smallest].max())
+        relative = (error / largest)[largest >= tolerance.smallest]
+        worst = float(relative.max()) if len(relative) else None
         bad = math.prod(close.shape) - int(close.sum())
         fault = f"{bad} of {math.prod(close.shape)} of the largest are wrong" if bad else None
+        if self._space.repeats(where):
+            fault = "an index comes twice"
         return Verdict(_finite(worst), float(error.max()), fault)
 
 

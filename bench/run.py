@@ -35,7 +35,7 @@ from bench.peers import Impl
 from bench.records import Record, Results
 from bench.shapes import CONTIGUOUS, DEFAULT_DTYPES, DTYPES, GRIDS, LAYOUTS, Task, grid_tasks, parse_shape
 from bench.spaces import NumPySpace, Space, TorchSpace
-from minikernel.problem import ALL_OPS, MOST_K
+from minikernel.problem import ALL_OPS, MOST_K, TOPK
 from minikernel.sources import source_hash
 
 #: On a GPU, host backends are a side show: large arrays are left out sooner.
@@ -147,6 +147,8 @@ def plan(options: argparse.Namespace) -> Plan:
     if not tasks:
         raise ValueError(f"the grid {options.grid} has no such case in {', '.join(dtypes)}")
     tasks = [replace(task, case=replace(task.case, cores=options.cores)) for task in tasks]
+    if TOPK in ops and (short := [task.case.name for task in tasks if 0 < task.case.cols < options.k]):
+        raise ValueError(f"--k {options.k}: rows of {short[0]} have no {options.k} elements")
     for path in (options.json, options.markdown, options.plots):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {path.parent}")

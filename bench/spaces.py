@@ -42,6 +42,9 @@ class Space(Protocol):
     def gather(self, x: Any, indices: Any) -> Any:
         """Elements along the last axis, by their indices there."""
 
+    def repeats(self, indices: Any) -> bool:
+        """Whether one comes twice along the last axis."""
+
     def synchronize(self) -> None:
         """Wait for all work queued so far."""
 
@@ -80,6 +83,9 @@ class TorchSpace:
 
     def gather(self, x: Any, indices: Any) -> Any:
         return x.gather(-1, indices)
+
+    def repeats(self, indices: Any) -> bool:
+        return bool((indices.sort(-1).values.diff(dim=-1) == 0).any())
 
     def synchronize(self) -> None:
         if self.device == "cuda":
@@ -123,6 +129,9 @@ class NumPySpace:
 
     def gather(self, x: Any, indices: Any) -> Any:
         return np.take_along_axis(x, indices, -1)
+
+    def repeats(self, indices: Any) -> bool:
+        return bool((np.diff(np.sort(indices, -1)) == 0).any())
 
     def synchronize(self) -> None:
         pass

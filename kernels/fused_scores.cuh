@@ -45,7 +45,9 @@ struct Keep {
     // an addition sets where they aren't 0, and these fill the halves.
     __device__ __forceinline__ uint pair(int i) const {
         const uint halves = __byte_perm(words[i / 4], 0, i % 4 ? 0x4342 : 0x4140);
-        return __byte_perm(halves + 0x7fff7fff, 0, 0xbb99);
+        uint kept;  // __byte_perm has no selector that repeats a byte's sign
+        asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(kept) : "r"(halves + 0x7fff7fff));
+        return kept;
     }
 #else
     __device__ __forceinline__ bool of(int) const { return true; }
@@ -65,8 +67,8 @@ __device__ __forceinline__ uint lowest_pair() {
     return lowest_pack.words[0];
 }
 
-// What packs go through before the softmax sees them. A pack's elements are neighbors along a row, or, with ACROSS, one in
-// each of neighboring rows.
+// What packs go through before the softmax sees them. A pack's elements are neighbors along a row, or, with ACROSS, one
+// in each of neighboring rows.
 template <bool ACROSS> struct Screen {
 #if MASK
     const uchar* mask;
@@ -177,7 +179,7 @@ struct Scores {
     // Positive: a negative scale's sign goes to the elements, so that the largest is still what counts.
     __device__ __forceinline__ Scale abs_scale() const {
 #if SCORES
-        return {scale < 0 ? -scale : scale};
+        return {2 * (scale < 0 ? -scale : scale)};
 #else
         return {};
 #endif

@@ -8,14 +8,16 @@
 #define SCORES 0
 #endif
 
-// What differences from the max are multiplied by: nothing, unless the kernel takes a scale (fused_scores.cuh). Behind the
-// subtraction, it costs no accuracy.
+// The difference from a max, times what the kernel takes as a scale (fused_scores.cuh), if it does. Behind the
+// subtraction the scale costs no accuracy; and halves, whose difference takes twice the scale, can't overflow.
 struct Scale {
 #if SCORES
-    Acc by;
-    __device__ __forceinline__ Acc operator()(Acc difference) const { return difference * by; }
+    Acc twice;
+    __device__ __forceinline__ Acc operator()(Acc x, Acc shift) const {
+        return fma(x, Acc(0.5), Acc(-0.5) * shift) * twice;
+    }
 #else
-    __device__ __forceinline__ Acc operator()(Acc difference) const { return difference; }
+    __device__ __forceinline__ Acc operator()(Acc x, Acc shift) const { return x - shift; }
 #endif
 };
 
@@ -58,13 +60,13 @@ struct Term {
         if constexpr (kBase2)
             return power_of_2(fmaf(x, factor, shift));
         else
-            return exponential(scale(x - shift));
+            return exponential(scale(x, shift));
     }
     // For a sum only: by the hardware's exponential, whose rounded argument costs a term up to (shift - x) 2^-24 of
     // itself. In a sum that comes to less than 1e-6, as terms far below the max need a million others to matter.
     __device__ __forceinline__ Acc roughly(Acc x) const {
         if constexpr (!kBase2 && sizeof(Acc) == 4)
-            return __expf(scale(x - shift));
+            return __expf(scale(x, shift));
         else
             return (*this)(x);
     }
@@ -76,7 +78,7 @@ __device__ __forceinline__ Acc rescale(Acc from_max, Acc to_max, Scale scale) {
         const Term to(to_max, scale);
         return power_of_2(__fmul_rn(from_max, to.factor) + to.shift);
     } else
-        return exponential(scale(from_max - shift_for(to_max)));
+        return exponential(scale(from_max, shift_for(to_max)));
 }
 
 __device__ __forceinline__ Partial merge(Partial a, Partial b, Scale scale) {
@@ -91,7 +93,7 @@ struct Finish {
 
     __device__ Finish(Partial row, Scale scale) : term(row.max, scale), factor(LOG ? log(row.sum) : 1 / row.sum) {}
     __device__ Acc operator()(Acc x) const {
-        return LOG ? term.scale(x - term.shift) - factor : term(x) * factor;
+        return LOG ? term.scale(x, term.shift) - factor : term(x) * factor;
     }
 };
 

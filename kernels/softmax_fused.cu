@@ -130,7 +130,8 @@ __device__ __forceinline__ Pack<In> read_screened(const In* row, long long col, 
     return pack;
 }
 
-// N packs in slots of this thread, `step` apart, as the softmax is to see them: so they stay there. The first is at `col`.
+// N packs in slots of this thread, `step` apart, as the softmax is to see them: so they stay there. The first is at
+// `col`.
 template <int N>
 __device__ __forceinline__ void read_slots(Pack<In> (&packs)[N], Pack<In>* slots, int step, long long col,
                                            const Screen<false>& screen) {

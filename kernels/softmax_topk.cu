@@ -23,7 +23,7 @@
 
 constexpr uint kAll = 0xffffffff;
 constexpr int kElements = VECTORS * kWide;
-constexpr int kMostGroups = 256;
+constexpr int kMostGroups = 128;  // of reached_by_k: a power of two, up to twice the most k
 
 template <class T> struct KeyOf { typedef uint type; };
 template <> struct KeyOf<double> { typedef unsigned long long type; };
@@ -35,7 +35,7 @@ __device__ __forceinline__ Key bits_of(double x) { return __double_as_longlong(x
 __device__ __forceinline__ float from_bits(uint bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ double from_bits(unsigned long long bits) { return __longlong_as_double(bits); }
 
-// Keys are ordered as the numbers are, and -0 is 0. No number has key 0: that is nothing's.
+// Keys are ordered as the numbers are, and -0 is 0. No number has key 0: that is nothing's, and one NaN's.
 __device__ __forceinline__ Key key_of(Acc x) {
     const Key bits = bits_of(x);
     return bits == kSign ? kSign : bits & kSign ? ~bits : bits | kSign;
@@ -143,7 +143,7 @@ struct List {
 #pragma unroll
             for (int h = 0; h < HELD; ++h)
                 if (j == lane + h * 32) held[h] = best;
-            if (head.index == best.index) head = ++at < k ? of_lane[at] : Candidate::nothing();
+            if (lane < CLUSTER && head.index == best.index) head = ++at < k ? of_lane[at] : Candidate::nothing();
         }
     }
 #endif

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -12,12 +13,13 @@ import numpy as np
 from . import arrays, dispatch, layout, scores
 from .arrays import HALF_TYPES, Framework
 from .dispatch import Decision
-from .layout import normalize_dim
+from .layout import normalize_dim, type_name
 from .problem import ITEMSIZE, MOST_K, MOST_MASK_AXES, OPS, TOPK, Kernel, Mask, Problem
 from .registry import REGISTRY, BackendError
 from .scores import Scores
 
 Array = TypeVar("Array")
+Bound = TypeVar("Bound", bound=Callable[..., Any])
 
 OUT_IS_NOT_RECORDED = "out= can't be recorded by autograd, and the input requires grad or is being transformed"
 
@@ -60,7 +62,7 @@ def softmax(
         dtype: Cast the input to this floating dtype first: PyTorch's, NumPy's, or a name.
         out: PyTorch, CuPy or NumPy array of the right shape, dtype and device to fill and return; it may be
             ``x`` itself.
-        scale: Softmax of ``scale * x``: 1 / temperature, or 1 / sqrt(d). Its magnitude is from 2**-126 to 2**127.
+        scale: Softmax of ``scale * x``: 1 / temperature, or 1 / sqrt(d). Its magnitude is from 2**-126 to 2**126.
             The product isn't rounded to a half type, and can't overflow.
         mask: Boolean array of the same kind and device that broadcasts to the shape of ``x``, and isn't expanded in
             memory: True keeps an element, and what is False is never looked at. Its result is 0, or -inf in
@@ -80,8 +82,9 @@ def softmax(
             number, or ``mask`` not a boolean array of the kind of ``x``.
         IndexError: ``dim`` is out of range.
         ValueError: ``backend`` isn't a backend's name; ``out`` has another shape or device, can't be
-            written, overlaps the input without being it, or requires grad; ``scale`` is 0 or not finite; ``mask``
-            doesn't broadcast or is on another device; or ``causal`` is asked for where rows and columns differ.
+            written, overlaps the input without being it, or requires grad; ``scale`` is too small or large;
+            ``mask`` doesn't broadcast or is on another device; or ``causal`` is asked for where rows and columns
+            differ.
         BackendError: No backend can take the input; lists every backend with its reasons.
         RuntimeError: ``out`` is given, and the input requires grad or carries a tangent, which would be lost.
     """
@@ -93,7 +96,8 @@ def softmax(
         signature = framework.key(x)
         if call := _calls.get(("softmax", dim, backend, None, dispatch.override.get(), signature)):
             return call(x)
-    return _call("softmax", x, dim, backend, dtype, out, unknown, scores.given(scale, mask, causal))
+    asked = None if common else scores.given(scale, mask, causal)
+    return _call("softmax", x, dim, backend, dtype, out, unknown, asked)
 
 
 def log_softmax(
@@ -172,8 +176,12 @@ def explain(
     framework = arrays.framework_of(x)
     asked = scores.given(scale, mask, causal)
     asked = asked and asked.checked()
-    if (op == TOPK) != (k is not None) or (op == TOPK and (asked or out is not None)):
-        raise TypeError(f"k goes with op={TOPK!r}, which takes neither out nor scale, mask and causal")
+    if op == TOPK and k is None:
+        raise TypeError(f"op={TOPK!r} takes k: how many of the largest")
+    if op != TOPK and k is not None:
+        raise TypeError(f"k is for op={TOPK!r}")
+    if op == TOPK and (asked or out is not None):
+        raise TypeError(f"op={TOPK!r} takes neither out nor scale, mask or causal")
     request = _examine(framework, op, x, dim, framework.effective_dtype(x, dtype), out, asked, k)
     if request.problem is None:
         dispatch.requested(backend)
@@ -227,31 +235,67 @@ def _call(
         from . import torch_ops
 
         return torch_ops.traced(op, x, dim, backend, dtype, out, asked)
-    if asked:
-        asked = asked.checked()
-        if asked.mask is not None:
-            _check_kind(framework, asked.mask, "mask")
+    if asked is not None:
+        return _call_with_scores(framework, op, x, dim, backend, dtype, out, asked.checked())
     if out is not None:
-        return _call_into(framework, op, x, dim, backend, framework.effective_dtype(x, dtype), out, asked)
+        return _call_into(framework, op, x, dim, backend, framework.effective_dtype(x, dtype), out, None)
     signature = framework.key(x)
-    if (signature is None and framework.is_transformed(x)) or _is_transformed_mask(framework, asked):
+    if signature is None and framework.is_transformed(x):
         from . import torch_ops
 
-        return torch_ops.transformed(op, x, dim, backend, dtype, asked)
-    extra = _features_key(framework, asked)
-    more = (asked.mask, asked.factor) if asked else ()
-    if signature is None or extra is None or type(dim) is not int:
-        return _bind(framework, op, x, dim, backend, dtype, asked, plain=False)(x, *more)
-    key = (op, dim, backend, dtype, dispatch.override.get(), signature, *extra)
+        return torch_ops.transformed(op, x, dim, backend, dtype)
+    if signature is None or type(dim) is not int:
+        return _bind(framework, op, x, dim, backend, dtype, None, plain=False)(x)
+    key = (op, dim, backend, dtype, dispatch.override.get(), signature)
     try:
         call = _calls.get(key)
     except TypeError:  # backend or dtype can't be hashed: binding says what is wrong with it
-        return _bind(framework, op, x, dim, backend, dtype, asked, plain=False)(x, *more)
+        return _bind(framework, op, x, dim, backend, dtype, None, plain=False)(x)
     if call is None:
         generation = REGISTRY.generation
-        call = _bind(framework, op, x, dim, backend, dtype, asked, plain=True)
+        call = _bind(framework, op, x, dim, backend, dtype, None, plain=True)
         dispatch.remember(_calls, key, call, generation)
-    return call(x, *more)
+    return call(x)
+
+
+def _call_with_scores(
+    framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any, out: Any, asked: Scores
+) -> Any:
+    """A call with a scale, a mask or causality."""
+    mask = asked.mask
+    if mask is not None:
+        _check_kind(framework, mask, "mask", or_base=True)
+    if out is not None:
+        return _call_into(framework, op, x, dim, backend, framework.effective_dtype(x, dtype), out, asked)
+    signature = framework.key(x)
+    x_is_transformed = signature is None and framework.is_transformed(x)
+    if x_is_transformed or (mask is not None and framework.is_transformed(mask)):
+        from . import torch_ops
+
+        return torch_ops.transformed(op, x, dim, backend, dtype, asked)
+
+    def bind(plain: bool = True) -> Callable[..., Any]:
+        return _bind(framework, op, x, dim, backend, dtype, asked, plain=plain)
+
+    features = _features_key(framework, asked)
+    if signature is None or features is None or type(dim) is not int:
+        call = bind(plain=False)
+    else:
+        call = _remembered(_calls, (op, dim, backend, dtype, dispatch.override.get(), signature, *features), bind)
+    return call(x, mask, asked.factor)
+
+
+def _remembered(cache: dict[tuple[Any, ...], Bound], key: tuple[Any, ...], bind: Callable[[], Bound]) -> Bound:
+    """What binding gives, from the cache if it is there."""
+    try:
+        bound = cache.get(key)
+    except TypeError:  # backend or dtype can't be hashed: binding says what is wrong with it
+        return bind()
+    if bound is None:
+        generation = REGISTRY.generation
+        bound = bind()
+        dispatch.remember(cache, key, bound, generation)
+    return bound
 
 
 def _features_key(framework: Framework, asked: Scores | None) -> tuple[Any, ...] | None:
@@ -260,10 +304,6 @@ def _features_key(framework: Framework, asked: Scores | None) -> tuple[Any, ...]
         return ()
     mask = () if asked.mask is None else framework.key(asked.mask)
     return None if mask is None else (asked.scale is not None, asked.causal, mask)
-
-
-def _is_transformed_mask(framework: Framework, asked: Scores | None) -> bool:
-    return asked is not None and asked.mask is not None and framework.is_transformed(asked.mask)
 
 
 def _call_topk(x: Any, k: Any, dim: Any, backend: str, dtype: Any, unknown: Mapping[str, Any]) -> TopK:
@@ -280,19 +320,10 @@ def _call_topk(x: Any, k: Any, dim: Any, backend: str, dtype: Any, unknown: Mapp
                 from . import torch_ops
 
                 return TopK(*torch_ops.transformed_topk(x, k, dim, backend, dtype))
+            bind = partial(_bind_topk, framework, x, k, dim, backend, dtype)
             if signature is None or type(dim) is not int or type(k) is not int:
-                return _bind_topk(framework, x, k, dim, backend, dtype)(x)
-            key = (TOPK, k, dim, backend, dtype, dispatch.override.get(), signature)
-            try:
-                call = _calls.get(key)
-            except TypeError:
-                return _bind_topk(framework, x, k, dim, backend, dtype)(x)
-            if call is None:
-                generation = REGISTRY.generation
-                call = _bind_topk(framework, x, k, dim, backend, dtype)
-                dispatch.remember(_calls, key, call, generation)
-            result: TopK = call(x)
-            return result
+                return bind()(x)
+            return _remembered(_calls, (TOPK, k, dim, backend, dtype, dispatch.override.get(), signature), bind)(x)
     from . import torch_ops
 
     return TopK(*torch_ops.traced_topk(x, k, dim, backend, dtype))
@@ -303,11 +334,7 @@ def _bind_topk(framework: Framework, x: Any, k: Any, dim: Any, backend: str, dty
     dtype = framework.effective_dtype(x, dtype)
     request = _examine(framework, TOPK, x, dim, dtype, k=k)
     if framework.is_recorded(x):
-        from . import torch_ops
-
-        # Autograd's own thread sees no use_backend.
-        chosen = dispatch.requested(backend)[0]
-        return lambda x: TopK(*torch_ops.traced_topk(x, k, dim, chosen, dtype))
+        return _bind_recorded_topk(request, k, dim, backend, dtype)
     execute = None
     if request.problem is None:
         dispatch.requested(backend)
@@ -327,6 +354,19 @@ def _bind_topk(framework: Framework, x: Any, k: Any, dim: Any, backend: str, dty
         return TopK(framework.finish(probabilities, x), framework.finish(indices, x))
 
     return call
+
+
+def _bind_recorded_topk(request: _Request, k: int, dim: int, backend: str, dtype: Any) -> Callable[[Any], TopK]:
+    """The same for a tensor that autograd records: by the operator, on a backend that has what backward takes."""
+    from . import torch_ops
+
+    name = dispatch.requested(backend)[0]
+    if request.problem is not None:
+        decision = dispatch.choose(replace(request.problem, recorded=True), backend, complete=False)
+        if decision.backend is None:
+            raise BackendError(str(decision))
+        name = decision.backend  # autograd's own thread sees no use_backend
+    return lambda x: TopK(*torch_ops.traced_topk(x, k, dim, name, dtype))
 
 
 def _refuse(unknown: Mapping[str, Any], known: str) -> None:
@@ -383,7 +423,7 @@ def _examine(
     if out is not None:
         _check_out(framework, x, shape, wanted, out)
     if op == TOPK:
-        k = _check_k(k, shape[axis] if shape else 1)
+        k = check_k(k, shape[axis] if shape else 1)
     mask = _examine_mask(framework, x, asked.mask, shape, axis) if asked and asked.mask is not None else None
     if asked and asked.causal:
         scores.check_causal(shape, axis)
@@ -438,7 +478,8 @@ def _examine(
     return _Request(wanted, problem, wanted if cast else None, copy, into_temporary, expand_mask, tuple(notes))
 
 
-def _check_k(k: Any, cols: int) -> int:
+def check_k(k: Any, cols: int) -> int:
+    """``k`` as an int; TypeError if it isn't one, ValueError if it is out of range for so many columns."""
     if isinstance(k, bool) or not hasattr(k, "__index__"):
         raise TypeError(f"k must be an integer, not {type(k).__name__}")
     k = int(k.__index__())
@@ -450,10 +491,9 @@ def _check_k(k: Any, cols: int) -> int:
 
 
 def _examine_mask(framework: Framework, x: Any, mask: Any, shape: tuple[int, ...], axis: int) -> Mask:
-    _check_kind(framework, mask, "mask")
+    _check_kind(framework, mask, "mask", or_base=True)
     mask = framework.check(mask)
-    if (found := framework.dtype(mask)) != "bool":
-        raise TypeError(f"mask must be boolean (True keeps), not {found}: compare first, as in mask != 0")
+    scores.check_boolean(framework.dtype(mask))
     if framework.device(mask) != framework.device(x):
         raise ValueError(
             f"mask must be on the input's device {_place(framework, x)}, not {_place(framework, mask)}"
@@ -487,12 +527,15 @@ def _check_out(framework: Framework, x: Any, shape: tuple[int, ...], dtype: str,
         raise ValueError("out has several elements in one place (it is expanded, say): it can't be filled")
 
 
-def _check_kind(framework: Framework, other: Any, role: str) -> None:
-    """Raise a TypeError unless a second array is of the input's kind; what is read through NumPy may be NumPy's."""
+def _check_kind(framework: Framework, other: Any, role: str, or_base: bool = False) -> None:
+    """Raise a TypeError unless a second array is of the input's kind.
+
+    With ``or_base`` it may be of the kind that the input is read through: NumPy's or CuPy's for DLPack.
+    """
     found = arrays.framework_of(other, role)
-    if found is not framework and not (role == "mask" and isinstance(framework, type(found))):
-        kinds = "the same kind of array as the input, NumPy's, PyTorch's or CuPy's"
-        raise TypeError(f"{role} must be {kinds}, not {arrays.type_name(other)}")
+    if found is not framework and not (or_base and isinstance(framework, type(found))):
+        kind = framework.name if framework.name in ("numpy", "torch", "cupy") else "numpy, torch or cupy"
+        raise TypeError(f"{role} must be the same kind of array as the input ({kind}), not {type_name(other)}")
 
 
 def _place(framework: Framework, x: Any) -> str:
@@ -726,20 +769,15 @@ def _call_into(
 ) -> Any:
     _check_kind(framework, out, "out")
     signatures = framework.key(x), framework.key(out), _features_key(framework, asked)
-    more = (asked.mask, asked.factor) if asked else ()
+    bind = partial(_bind_into, framework, op, x, dim, backend, dtype, out, asked)
     if None in signatures or type(dim) is not int:
-        _bind_into(framework, op, x, dim, backend, dtype, out, asked)(x, out, *more)
-        return out
-    key = (op, dim, backend, dtype, dispatch.override.get(), *signatures)
-    try:
-        fill = _fills.get(key)
-    except TypeError:
-        fill = _bind_into(framework, op, x, dim, backend, dtype, out, asked)
-    if fill is None:
-        generation = REGISTRY.generation
-        fill = _bind_into(framework, op, x, dim, backend, dtype, out, asked)
-        dispatch.remember(_fills, key, fill, generation)
-    fill(x, out, *more)
+        fill = bind()
+    else:
+        fill = _remembered(_fills, (op, dim, backend, dtype, dispatch.override.get(), *signatures), bind)
+    if asked is None:
+        fill(x, out)
+    else:
+        fill(x, out, asked.mask, asked.factor)
     return out
 
 
@@ -747,14 +785,14 @@ def _bind_into(
     framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any, out: Any, asked: Scores | None
 ) -> Callable[..., None]:
     """What a call with these arguments comes to, as a function of the array and its output, of mask and scale."""
-    if framework.is_recorded(x) or framework.is_transformed(x) or _is_transformed_mask(framework, asked):
+    mask = asked.mask if asked else None
+    if framework.is_recorded(x) or any(framework.is_transformed(a) for a in (x, mask) if a is not None):
         raise RuntimeError(OUT_IS_NOT_RECORDED)
     request = _examine(framework, op, x, dim, dtype, out, asked)
     if request.problem is None:
         dispatch.requested(backend)
         return lambda x, out, *more: None
     refuse_overlap = _overlap_guard(framework, x, out)
-    mask = asked.mask if asked else None
     refuse_mask = None if mask is None else _overlap_guard(framework, framework.check(mask), out, "mask")
     decision, kernel = dispatch.resolve(request.problem, backend, complete=False)
     execute = _executor(framework, decision, kernel, request.problem)

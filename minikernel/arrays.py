@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from .layout import Footprint
+from .layout import Footprint, type_name
 from .problem import ITEMSIZE, Kernel, Problem
 from .registry import BackendError
 
@@ -815,10 +815,6 @@ class DLPackOnGPU(CuPy):
     def finish(self, y: Any, like: Any) -> Any:
         namespace = _namespace(like)
         return namespace.from_dlpack(y) if hasattr(namespace, "from_dlpack") else y
-
-
-def type_name(x: Any) -> str:
-    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
 
 
 _frameworks: dict[str, Framework] = {}

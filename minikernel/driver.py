@@ -205,7 +205,7 @@ class Launch:
             has ended, and waits (``griddepcontrol.wait``) before it touches memory.
         scratch: Bytes of device memory each call needs beside its output.
         inputs: Arrays that it reads. A second one takes the place of scratch memory.
-        more: What each call brings besides, a letter each: ``P`` an address, ``f`` a float, ``d`` a double.
+        per_call: What each call brings besides, a letter each: ``P`` an address, ``f`` a float, ``d`` a double.
     """
 
     grid: int
@@ -216,7 +216,7 @@ class Launch:
     overlap: bool = False
     scratch: int = 0
     inputs: int = 1
-    more: str = ""
+    per_call: str = ""
 
     def attributes(self) -> list[tuple[int, Any]]:
         found: list[tuple[int, Any]] = []
@@ -268,9 +268,9 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
     """Make a compiled function callable.
 
     Args:
-        function: ``CUfunction`` handle of a kernel with the parameters ``(x, out, [scratch,] *more, *constants)``;
-            ``scratch`` is there if ``launch.scratch`` isn't 0 or there is a second input, and ``more`` is what
-            ``launch.more`` says.
+        function: ``CUfunction`` handle of a kernel with the parameters ``(x, out, [scratch,] *per_call,
+            *constants)``; ``scratch`` is there if ``launch.scratch`` isn't 0 or there is a second input, and
+            ``per_call`` is what ``launch.per_call`` says.
         index: Ordinal of the device that the function was loaded on.
         launch: How to start it.
         constants: The remaining parameters, as ctypes values.
@@ -283,7 +283,7 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
     null_at = ctypes.addressof(null)
 
     def new_frame() -> tuple[memoryview, memoryview, int, int, list[Any]]:
-        slots = (ctypes.c_uint64 * (3 + len(launch.more)))()
+        slots = (ctypes.c_uint64 * (3 + len(launch.per_call)))()
         values = list(constants)
         addresses = [ctypes.addressof(slots) + 8 * i for i in (*range(pointers), *range(3, len(slots)))]
         addresses += [ctypes.addressof(value) for value in values]
@@ -319,7 +319,7 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
     launch_kernel = cuda.cuLaunchKernelEx
 
     def write_more(slots: memoryview, more: Sequence[float]) -> None:
-        for i, (letter, value) in enumerate(zip(launch.more, more, strict=True), 3):
+        for i, (letter, value) in enumerate(zip(launch.per_call, more, strict=True), 3):
             slots[i] = int(value) if letter == "P" else int.from_bytes(struct.pack(f"<{letter}", value), "little")
 
     def run(x: int, out: int, stream: int, scratch: int, *more: float) -> None:

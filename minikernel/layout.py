@@ -74,6 +74,10 @@ def normalize_dim(dim: Any, rank: int) -> int:
     return int(index % axes)
 
 
+def type_name(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+
+
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements lie one after another in C order; an axis of one element may have any stride."""
     expected = 1

@@ -51,7 +51,7 @@ class Mask:
     @classmethod
     def contiguous(cls, outer: int, cols: int, inner: int) -> Mask:
         """A mask that isn't broadcast, in C order."""
-        return cls(((outer, cols * inner),), inner, ((inner, 1),))
+        return cls(((outer, cols * inner),) * (outer > 1), inner, ((inner, 1),) * (inner > 1))
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,11 @@ class Kernel:
             ``(outer, cols, inner)`` (bfloat16 as its bit pattern in uint16) and the other two are 0.
             On a CUDA device all four are integers: two addresses, a ``cudaStream_t``, and the address
             of ``scratch`` bytes (or 0). ``run`` queues its work on that stream and doesn't wait.
-            Of a backward, ``x`` is ``y`` and the last argument is ``dy``, in the same form.
+            Of a backward, ``x`` is ``y``, and ``dy``, in the same form, takes the place of ``scratch``.
             With features two arguments follow: the mask, an address or a boolean NumPy array whose axes are those
             of ``Problem.mask`` (outer ones, cols, inner ones), 0 or None if there is none; and the scale, 1.0 if
-            there is none. In :data:`TOPK` one follows: where the indices go, int64 of the output's shape.
+            there is none. A gradient is multiplied by it, and 0 where nothing is kept, whatever y is there. In
+            :data:`TOPK` one argument follows: where the indices go, int64 of the output's shape.
         scratch: Bytes of device memory that each call needs beside its output.
     """
 

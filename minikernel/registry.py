@@ -11,9 +11,13 @@ from importlib import import_module
 from math import isfinite
 from typing import Any
 
-from .problem import ALL_OPS, BACKWARD, DTYPES, FEATURES, OPS, Kernel, Problem
+from .problem import ALL_OPS, BACKWARD, DTYPES, FEATURES, OPS, TOPK, Kernel, Problem
 
 ENTRY_POINT_GROUP = "minikernel.backends"
+
+# What a backend needs for the gradient of an operation; that of the k largest starts from all of softmax again.
+_BACKWARD_TAKES = {op: {backward} for op, backward in BACKWARD.items()}
+_BACKWARD_TAKES[TOPK] = {"softmax", BACKWARD["softmax"]}
 
 # A new built-in is one file in backends/ and one line here.
 _BUILTIN_MODULES = (
@@ -137,7 +141,7 @@ class Backend:
             found.append(f"it takes {', '.join(self.dtypes)}; the input is {problem.dtype}")
         if problem.op not in self.ops:
             found.append(f"it has {', '.join(self.ops)}, not {problem.op}")
-        elif problem.recorded and BACKWARD.get(problem.op, problem.op) not in self.ops:
+        elif problem.recorded and not _BACKWARD_TAKES[problem.op] <= {*self.ops}:
             found.append("it has no gradient, and the input requires grad")
         found += [f"it has no {feature}=" for feature in problem.features if feature not in self.features]
         return found

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+from .layout import type_name
 from .problem import Mask
 
-#: The smallest normal number of float32, and what is still finite times log2(e).
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
+#: The smallest normal number of float32, and what is still finite times 2 log2(e).
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 
 
 class Scores(NamedTuple):
@@ -24,22 +25,18 @@ class Scores(NamedTuple):
 
         Raises:
             TypeError: ``scale`` isn't a number, or ``causal`` isn't a bool.
-            ValueError: ``scale`` is 0, or its magnitude beyond what arithmetic in float32 can take.
+            ValueError: ``scale`` is 0, or of a magnitude that arithmetic in float32 can't take.
         """
         if not isinstance(self.causal, bool):
             raise TypeError(f"causal must be True or False, not {self.causal!r}")
         if self.scale is None:
             return self
         if isinstance(self.scale, bool) or not isinstance(self.scale, Real):
-            found = f"{type(self.scale).__module__}.{type(self.scale).__qualname__}".removeprefix("builtins.")
-            raise TypeError(
-                f"scale must be a number, not {found}: multiply the input by an array of scales yourself"
-            )
+            cure = ": multiply the input by it, or pass its item()" if hasattr(self.scale, "item") else ""
+            raise TypeError(f"scale must be a number, not {type_name(self.scale)}{cure}")
         scale = float(self.scale)
         if not SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE:
-            raise ValueError(
-                f"scale must be finite and not 0 (its magnitude from 2**-126 to 2**127); got {self.scale}"
-            )
+            raise ValueError(f"the magnitude of scale must be from 2**-126 to 2**126; got {self.scale}")
         return self._replace(scale=scale)
 
     @property
@@ -58,8 +55,21 @@ def check_causal(shape: Sequence[int], axis: int) -> None:
     if len(shape) < 2 or axis != len(shape) - 1 or shape[-1] != shape[-2]:
         raise ValueError(
             "causal=True is for square scores, whose last two axes are equally long, over the last axis; "
-            f"got the shape {tuple(shape)} and the axis {axis}"
+            f"got the shape {tuple(shape)} and the axis {axis} (a triangular mask= serves for others)"
         )
+
+
+def check_broadcast(mask_shape: Sequence[int], shape: Sequence[int]) -> None:
+    """Raise a ValueError unless a mask broadcasts to the input's shape, which it may not widen."""
+    missing = len(shape) - len(mask_shape)
+    if missing < 0 or any(m not in (1, n) for m, n in zip(mask_shape, shape[missing:], strict=True)):
+        raise ValueError(f"mask must broadcast to the input's shape {tuple(shape)}, not {tuple(mask_shape)}")
+
+
+def check_boolean(dtype: str) -> None:
+    """Raise a TypeError unless a mask has that dtype."""
+    if dtype != "bool":
+        raise TypeError(f"mask must be boolean (True keeps), not {dtype}: compare first, as in mask != 0")
 
 
 def mask_layout(
@@ -70,10 +80,8 @@ def mask_layout(
     Raises:
         ValueError: It can't be broadcast.
     """
+    check_broadcast(mask_shape, shape)
     missing = len(shape) - len(mask_shape)
-    fits = missing >= 0 and all(m in (1, n) for m, n in zip(mask_shape, shape[max(missing, 0) :], strict=True))
-    if not fits:
-        raise ValueError(f"mask must broadcast to the input's shape {tuple(shape)}, not {tuple(mask_shape)}")
     strides = [0] * missing + [s if m > 1 else 0 for m, s in zip(mask_shape, mask_strides, strict=True)]
     axes = list(zip(shape, strides, strict=True))
     col = strides[axis] if axes else 0

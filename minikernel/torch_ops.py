@@ -24,7 +24,7 @@ import torch
 from . import api, arrays
 from .layout import normalize_dim
 from .problem import BACKWARD, OPS, TOPK
-from .scores import Scores, check_causal, given
+from .scores import Scores, check_boolean, check_broadcast, check_causal, given
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -196,8 +196,12 @@ def transformed(
 
 def _screened(x: torch.Tensor, asked: Scores, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
     """The scores as the softmax is to see them, in PyTorch's operations: half types in float32."""
+    asked = asked.checked()
     if asked.causal:
         check_causal(x.shape, dim)
+    if asked.mask is not None:
+        check_boolean(str(asked.mask.dtype).removeprefix("torch."))
+        check_broadcast(asked.mask.shape, x.shape)
     if dtype is not None:
         x = x.to(dtype)
     if x.dtype in _HALF_DTYPES:
@@ -210,10 +214,20 @@ def transformed_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`minikernel.softmax_topk` inside a transform, or of a dual tensor: softmax, and then a stable sort."""
     dim = normalize_dim(dim, x.dim())
-    y = transformed("softmax", x, dim, backend, dtype)
+    wanted = _torch_dtype(x, dtype)
+    return _sorted_topk(x, transformed("softmax", x, dim, backend, wanted), k, dim, wanted)
+
+
+def _sorted_topk(
+    x: torch.Tensor, y: torch.Tensor, k: int, dim: int, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of y, which is softmax of x."""
+    k = api.check_k(k, x.shape[dim] if x.dim() else 1)
     if y.dim() == 0:
         return y, torch.zeros_like(y, dtype=torch.int64)
-    order = torch.sort(x.detach(), dim=dim, descending=True, stable=True).indices.narrow(dim, 0, k)
+    # In rows of NaN the first come first.
+    ordered = torch.where(y.isnan(), 0, x.detach() if dtype is None else x.detach().to(dtype))
+    order = torch.sort(ordered, dim=dim, descending=True, stable=True).indices.narrow(dim, 0, k)
     return y.gather(dim, order), order
 
 
@@ -373,10 +387,19 @@ _define_topk()
 
 def traced_topk(x: torch.Tensor, k: int, dim: int, backend: str, dtype: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`minikernel.softmax_topk` as its operator: what programs record, and autograd."""
-    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.minikernel.softmax_topk(
-        x, k, dim, _torch_dtype(x, dtype), backend
-    )
+    wanted = _torch_dtype(x, dtype)
+    if _is_inside(x):
+        return _sorted_topk(x, torch.softmax(x, dim, dtype=wanted), k, dim, wanted)
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.minikernel.softmax_topk(x, k, dim, wanted, backend)
     return found
+
+
+def _is_inside(x: torch.Tensor) -> bool:
+    """Whether what is recorded is inside a transform: then PyTorch's own softmax is."""
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.is_batchedtensor(x):
+        return True
+    # For torch.func.grad; torch.compile can't answer yes, and leaves the call to eager mode.
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def traced(
@@ -384,12 +407,12 @@ def traced(
 ) -> torch.Tensor:
     """A call that is recorded in a program: as the operator, or inside transforms as PyTorch's own softmax."""
     wanted = _torch_dtype(x, dtype)
-    inside = torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.is_batchedtensor(x)
-    # The last question is for torch.func.grad; torch.compile can't answer yes, and leaves the call to eager mode.
-    if inside or torch._C._functorch.maybe_current_level() is not None:
+    if _is_inside(x):
         seen = x if asked is None else _screened(x, asked, dim % max(1, x.dim()), wanted)
         own: torch.Tensor = getattr(torch, op)(seen, dim, dtype=wanted)
         return own if asked is None else own.to(wanted or x.dtype)
+    if asked is not None and isinstance(asked.scale, torch.Tensor):
+        asked.checked()  # which says what to do
     result: torch.Tensor = getattr(torch.ops.minikernel, op)(x, dim, wanted, backend, *(asked or ()))
     if out is None:
         return result

@@ -89,6 +89,33 @@ def gradient(backend: str, x: torch.Tensor, dim: int = -1) -> str | None:
     return None if error < (1e-5 if x.dtype == torch.float32 else 3e-2) else f"off by up to {error:.1e}"
 
 
+def masked(backend: str, x: torch.Tensor, dim: int = -1, causal: bool = False) -> str | None:
+    """Forward and backward with a scale and a mask, each array alone in memory."""
+    mask = (randn(*x.shape, seed=3) > 0).cuda()
+    mask.select(dim, 0).fill_(True)
+    given = x.cuda().requires_grad_()
+    dy = randn(*x.shape, seed=1).to(given)
+    y = minikernel.softmax(given, dim, scale=-0.5, mask=mask, causal=causal, backend=backend)
+    (dx,) = torch.autograd.grad(y, given, dy)
+    exact = given.detach().double().requires_grad_()
+    kept = mask.tril() if causal else mask
+    right = torch.softmax((exact * -0.5).masked_fill(~kept, -torch.inf), dim)
+    (expected,) = torch.autograd.grad(right, exact, dy.double())
+    error = float((dx.double() - expected).abs().max())
+    if error > (1e-5 if x.dtype == torch.float32 else 3e-2):
+        return f"its gradient is off by up to {error:.1e}"
+    return mismatch(y.detach(), right.detach())
+
+
+def largest(backend: str, x: torch.Tensor, k: int, dim: int = -1) -> str | None:
+    """softmax_topk."""
+    found = minikernel.softmax_topk(x.cuda(), k, dim, backend=backend)
+    right = torch.topk(reference(x, dim), k, dim)
+    if not torch.equal(found.indices.cpu(), right.indices):
+        return "other indices"
+    return mismatch(found.probabilities.cpu(), right.values)
+
+
 def in_place(backend: str) -> str | None:
     x = randn(5, 700).cuda()
     expected = reference(x)
@@ -129,6 +156,27 @@ def runs() -> dict[str, Callable[[], str | None]]:
     }
     for backend, (name, (x, dim)) in product(("cuda-fused", "triton-fused"), gradients.items()):
         found[f"{backend}: gradient, {name}"] = lambda b=backend, x=x, d=dim: gradient(b, x, d)
+    with_scores = {
+        "short rows": (randn(37, 65), -1, False),
+        "short aligned rows": (randn(37, 64, dtype="bfloat16"), -1, False),
+        "causal": (randn(2, 130, 130), -1, True),
+        "a block a row": (randn(5, 2001), -1, False),
+        "a cluster a row": (randn(3, 40_004), -1, False),
+        "read twice": (randn(2, 1_200_004), -1, False),
+        "middle axis": (randn(3, 70, 50), 1, False),
+        "middle axis, odd": (randn(3, 70, 51), 1, False),
+    }
+    for backend, (name, (x, dim, causal)) in product(("cuda-fused", "triton-fused"), with_scores.items()):
+        found[f"{backend}: masked, {name}"] = lambda b=backend, x=x, d=dim, c=causal: masked(b, x, d, c)
+    with_topk = {
+        "a warp a row": (randn(37, 65), 9, -1),
+        "a block a row": (randn(200, 2001), 40, -1),
+        "a cluster a row": (randn(2, 40_001), 64, -1),
+        "bfloat16": (randn(3, 9000, dtype="float16"), 1, -1),
+        "middle axis": (randn(3, 700, 5), 8, 1),
+    }
+    for backend, (name, (x, k, dim)) in product(("cuda-fused", "triton-fused"), with_topk.items()):
+        found[f"{backend}: largest, {name}"] = lambda b=backend, x=x, k=k, d=dim: largest(b, x, k, d)
     for name, (cols, fields) in LAUNCHES.items():
         found[f"cuda-fused: {name}"] = lambda c=cols, f=fields: forced(c, f)
     return found

@@ -202,10 +202,12 @@ def test_empty_and_0d():
 def test_explain():
     said = explain(randn(4, 50), op=TOPK, k=3)
     assert said.backend == "numpy"
-    with pytest.raises(TypeError, match="k goes with"):
+    with pytest.raises(TypeError, match="takes k"):
         explain(randn(4, 50), op=TOPK)
-    with pytest.raises(TypeError, match="k goes with"):
+    with pytest.raises(TypeError, match="k is for op="):
         explain(randn(4, 50), k=3)
+    with pytest.raises(TypeError, match="takes neither out nor scale"):
+        explain(randn(4, 50), op=TOPK, k=3, scale=2)
 
 
 @pytest.mark.gpu
@@ -261,6 +263,11 @@ def test_gradients():
         assert torch.autograd.gradcheck(lambda x, dim=dim: softmax_topk(x, 3, dim).probabilities, x)
         assert torch.autograd.gradgradcheck(lambda x, dim=dim: softmax_topk(x, 3, dim).probabilities, x)
     assert not softmax_topk(x, 3).indices.requires_grad
+    with pytest.raises(ValueError, match="at most 64"):
+        vmap(lambda row: softmax_topk(row, 65, 0).indices)(torch.zeros(2, 100))
+    spoiled = torch.tensor([[1.0, NAN, 2.0], [0.0, -0.0, 1.0]])
+    found = vmap(lambda row: softmax_topk(row, 2, 0).indices)(spoiled)
+    assert found.tolist() == softmax_topk(spoiled, 2).indices.tolist() == [[0, 1], [2, 0]]
     torch.testing.assert_close(
         vmap(lambda row: softmax_topk(row, 3, 0).probabilities)(x), torch.topk(F.softmax(x, -1), 3).values
     )

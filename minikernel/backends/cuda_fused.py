@@ -417,4 +417,5 @@ BACKEND = Backend(
     prepare=prepare,
     requires=cuda.REQUIRES,
     obstacles=cuda.obstacles,
+    reasons=fused_topk.reasons,
 )

@@ -14,7 +14,7 @@ BLOCK_SIZES = (128, 256, 512)
 
 @dataclass(frozen=True, kw_only=True)
 class TeamPlan:
-    """A launch for rows whose elements are neighbors in memory.
+    """A launch that gives each row a team of threads.
 
     Attributes:
         rows: Rows of the problem.
@@ -25,7 +25,7 @@ class TeamPlan:
         wide: Elements a pack: 16 bytes of input, or 1.
         overlap: Whether the launch may start before its predecessor in the stream has ended.
         parts: Blocks that share a row.
-        streamed: Whether there is more than the team can hold, which is read twice.
+        streamed: Whether there is more than the team can hold, which is read again.
     """
 
     rows: int

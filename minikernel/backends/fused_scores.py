@@ -68,6 +68,8 @@ def kernel(
         scores: What :func:`macros` gives.
         macros: The rest of them.
     """
-    more = ("Pd" if problem.dtype == "float64" else "Pf") if problem.features else ""
+    per_call = ("Pd" if problem.dtype == "float64" else "Pf") if problem.features else ""
     defined = cuda.defines(problem, **macros, **scores)
-    return cuda.kernel(file, problem, defined, replace(launch, more=more), *constants, leading=_layout(problem))
+    return cuda.kernel(
+        file, problem, defined, replace(launch, per_call=per_call), *constants, leading=_layout(problem)
+    )

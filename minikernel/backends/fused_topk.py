@@ -30,6 +30,8 @@ _THREADS_PER_SM = 1024
 # Shorter rows aren't worth a cluster, and fewer packs of a longer one not a block of it.
 _SPLIT_PACKS = 4096
 _FEWEST_PACKS = 1024
+# Indices have 32 bits on the way.
+_MOST_COLS = 2**31
 # An element's key and index.
 _CANDIDATE_BYTES = {2: 8, 4: 8, 8: 16}
 
@@ -61,8 +63,15 @@ class TopkPlan(TeamPlan):
             shared=lists * self.k * self.candidate,
             cluster=self.parts,
             overlap=self.overlap,
-            more="P",
+            per_call="P",
         )
+
+
+def reasons(problem: Problem) -> list[str]:
+    """Why the kernel can't take this problem; empty if it can."""
+    if problem.k and problem.cols >= _MOST_COLS:
+        return [f"it takes the largest of fewer than 2**31 columns; there are {problem.cols}"]
+    return []
 
 
 def plan(problem: Problem, device: Device) -> TopkPlan:

@@ -14,6 +14,10 @@ from .numpy_tiles import Array
 Ranges = tuple[range, ...]
 
 
+#: Subtracting less than this of the largest number doesn't change it.
+_SMALL = 2.0**-60
+
+
 class Dropped:
     """Which elements don't count: the mask drops them, or they are past the diagonal.
 
@@ -101,6 +105,10 @@ class Scores:
 
     def subtract(self, values: Array, peak: Array, out: Array) -> Array:
         """How far their scores are from that of ``peak``; scaled last, which is accurate and can't overflow."""
+        if abs(self.scale) < 1 and (np.abs(peak) > np.finfo(out.dtype).max * _SMALL).any():
+            # Of halves the difference can't overflow.
+            np.subtract(np.multiply(values, 0.5, out=out), 0.5 * peak, out=out)
+            return np.multiply(out, 2 * self.scale, out=out)
         np.subtract(values, peak, out=out)
         if self.scale != 1:
             np.multiply(out, self.scale, out=out)

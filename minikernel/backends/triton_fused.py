@@ -280,7 +280,7 @@ def _plan_any(problem: Problem, device: driver.Device) -> TritonPlan:
     lanes_along_rows = within or (inner == 1 and arguments["x_outer"] == 1 and cols > 1)
 
     # What the registers of one program hold without spilling.
-    limit = 8192 if problem.dtype == "float64" else 32768
+    limit = 8192 if problem.dtype == "float64" else 16384 if problem.features else 32768
     per_warp = 256 if problem.dtype == "float64" else 512
     tile_cols = power_of_two(cols // widest * widest if peel else cols)
 
@@ -532,7 +532,7 @@ def build(problem: Problem, plan: TritonPlan) -> Kernel:
         overlap=plan.overlap,
         scratch=_scratch(problem, plan),
         inputs=2 if problem.is_backward else 1,
-        more=("Pd" if problem.dtype == "float64" else "Pf") if problem.features else "",
+        per_call=("Pd" if problem.dtype == "float64" else "Pf") if problem.features else "",
     )
     kernels = [_bind(source, problem.index, launch, _integers(problem)) for source in sources(problem, plan)]
     if len(kernels) == 1:

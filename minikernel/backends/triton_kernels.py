@@ -60,6 +60,18 @@ def exp(x, PRECISE: tl.constexpr, scale=None):
 
 
 @triton.jit
+def below(x, maximum, scale=None):
+    """x - maximum, or half of that where there is a scale, which is twice the caller's then."""
+    return x - maximum if scale is None else x * 0.5 - maximum * 0.5
+
+
+@triton.jit
+def power(x, maximum, PRECISE: tl.constexpr, scale=None):
+    """e**(x - maximum), the difference scaled."""
+    return exp(below(x, maximum, scale), PRECISE, scale)
+
+
+@triton.jit
 def columns(COLS: tl.constexpr, LINES: tl.constexpr):
     """0 to COLS - 1; (1, COLS), or (COLS,) for a single line, whose maximum and sum are scalars then."""
     return tl.arange(0, COLS) if LINES == 1 else tl.arange(0, COLS)[None, :]
@@ -273,18 +285,18 @@ def tile_columns(ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr, PI
 
 @triton.jit
 def split_scale(scale):
-    """The bit of its sign, and its magnitude."""
+    """The bit of its sign, and twice its magnitude: for the difference of halves, which can't overflow."""
     BITS: tl.constexpr = tl.int64 if scale.dtype == tl.float64 else tl.int32
     LOWEST: tl.constexpr = -(2**63) if scale.dtype == tl.float64 else -(2**31)
     sign = scale.to(BITS, bitcast=True) & LOWEST
-    return sign, tl.abs(scale)
+    return sign, 2.0 * tl.abs(scale)
 
 
 @triton.jit
 def merge(maxima, totals, ROWS: tl.constexpr, PRECISE: tl.constexpr, scale=None):
     """The maximum and sum of whole rows, from those of their parts."""
     maximum = max_of_lines(maxima, ROWS)
-    return maximum, sum_of_lines(totals * exp(maxima - maximum, PRECISE, scale), ROWS)
+    return maximum, sum_of_lines(totals * power(maxima, maximum, PRECISE, scale), ROWS)
 
 
 @triton.jit
@@ -355,7 +367,7 @@ def merge_over_cluster(
     row_maximum = tl.max(higher, 0)
     sums = tl.zeros((32,), maximum.dtype)
     for i in tl.static_range(len(maxima)):
-        sums += totals[i] * exp(maxima[i] - row_maximum, PRECISE, scale)
+        sums += totals[i] * power(maxima[i], row_maximum, PRECISE, scale)
     return row_maximum, tl.sum(sums, 0)
 
 
@@ -363,9 +375,10 @@ def merge_over_cluster(
 def normalize(x, maximum, total, LOG: tl.constexpr, PRECISE: tl.constexpr, scale=None):
     """The result, from the row's maximum and its sum of exponentials."""
     if LOG:
-        return (x - maximum if scale is None else (x - maximum) * scale) - tl.log(total)
+        difference = below(x, maximum, scale)
+        return (difference if scale is None else difference * scale) - tl.log(total)
     else:
-        return exp(x - maximum, PRECISE, scale) * (1.0 / total)
+        return power(x, maximum, PRECISE, scale) * (1.0 / total)
 
 
 @triton.jit
@@ -451,18 +464,18 @@ def softmax_tile(
         maximum = tl.maximum(maximum, LOWEST)
     if PEEL and not SHARED_VECTORS:
         edge_maximum = tl.maximum(tl.max(edge_values, 0), LOWEST)
-        edge_total = tl.sum(exp(edge_values - edge_maximum, PRECISE, scale), 0)
+        edge_total = tl.sum(power(edge_values, edge_maximum, PRECISE, scale), 0)
         maximum = tl.maximum(maximum, edge_maximum)
     zero = (cols >> 62).to(tl.int16)
     terms = ()
     totals = tl.zeros((COLS,) if LINES == 1 else (LINES, COLS), ACC)
     for tile in tl.static_range(TILES):
-        term = exp(unpack(forget(values[tile], zero, PACKED)) - maximum, PRECISE, scale)
+        term = power(unpack(forget(values[tile], zero, PACKED)), maximum, PRECISE, scale)
         totals += term
         terms = terms + (term,)
     total = sum_of_lines(totals, LINES)
     if PEEL and not SHARED_VECTORS:
-        edge_total *= exp(edge_maximum - maximum, PRECISE, scale)
+        edge_total *= power(edge_maximum, maximum, PRECISE, scale)
         total += edge_total if PIECES == 1 else tl.where(tl.arange(0, PIECES)[:, None] == 0, edge_total, 0.0)
 
     row_maximum = maximum
@@ -470,10 +483,10 @@ def softmax_tile(
         row_maximum, total = merge_over_cluster(maximum, total, part, PARTS, PIECES, PRECISE, scale)
     elif PIECES > 1:
         row_maximum = tl.max(maximum)
-        total = tl.sum(total * exp(maximum - row_maximum, PRECISE, scale))
+        total = tl.sum(total * power(maximum, row_maximum, PRECISE, scale))
     factor = 1.0 / total
     if PIECES > 1 and not PACKED:
-        factor *= exp(maximum - row_maximum, PRECISE, scale)
+        factor *= power(maximum, row_maximum, PRECISE, scale)
 
     for tile in tl.static_range(TILES):
         at = tile * COLS + col
@@ -483,7 +496,7 @@ def softmax_tile(
         if LOG:
             result = normalize(unpack(values[tile]), row_maximum, total, LOG, PRECISE, scale)
         elif PACKED:
-            result = exp(unpack(forget(values[tile], zero + zero, PACKED)) - row_maximum, PRECISE, scale) * factor
+            result = power(unpack(forget(values[tile], zero + zero, PACKED)), row_maximum, PRECISE, scale) * factor
         else:
             result = terms[tile] * factor
         tl.store(out_part + at * inner, result, mask=there, cache_modifier=".cs")
@@ -549,13 +562,13 @@ def softmax_long(
             at = start + col
             values = read(x_row + at * x_col, mask_row, at * m_col, there, inside, sign, "evict_last")
             higher = tl.maximum(maxima, values)
-            totals = totals * exp(maxima - higher, PRECISE, scale) + exp(values - higher, PRECISE, scale)
+            totals = totals * power(maxima, higher, PRECISE, scale) + power(values, higher, PRECISE, scale)
             maxima = higher
         maximum, total = merge(maxima, totals, ROWS, PRECISE, scale)
         if PEEL:
             higher = tl.maximum(maximum, max_of_lines(edge_values, ROWS))
-            total *= exp(maximum - higher, PRECISE, scale)
-            total += sum_of_lines(exp(edge_values - higher, PRECISE, scale), ROWS)
+            total *= power(maximum, higher, PRECISE, scale)
+            total += sum_of_lines(power(edge_values, higher, PRECISE, scale), ROWS)
             maximum = higher
 
     if PARTS > 1:  # a row's partials lie together, and each is a maximum and a sum

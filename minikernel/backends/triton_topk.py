@@ -188,7 +188,7 @@ def build(problem: Problem, plan: TopkPlan) -> Kernel:
     kernels = []
     for source, grid in zip(sources(problem, plan), plan.grids, strict=True):
         scratch = _scratch(problem, plan)
-        launch = driver.Launch(grid, 32 * source.warps, overlap=plan.overlap, scratch=scratch, more="P")
+        launch = driver.Launch(grid, 32 * source.warps, overlap=plan.overlap, scratch=scratch, per_call="P")
         kernels.append(fused._bind(source, problem.index, launch, _arguments(problem)))
     if len(kernels) == 1:
         return kernels[0]
