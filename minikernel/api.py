@@ -187,7 +187,10 @@ def explain(
         dispatch.requested(backend)
         return Decision(None, "The input is empty: nothing runs.")
     if out is not None:
+        _check_recording(framework, x, asked)
         _overlap_guard(framework, x, out)(x, out)
+        if asked and asked.mask is not None:
+            _overlap_guard(framework, framework.check(asked.mask), out, "mask")(asked.mask, out)
     problem = replace(request.problem, recorded=framework.is_recorded(x))
     try:
         decision, kernel = dispatch.resolve(problem, backend)
@@ -450,11 +453,11 @@ def _examine(
     if into_temporary:
         why = framework.flaw(out) or "it isn't contiguous"
         notes.append(f"The result is written to a temporary array and copied to out: {why}.")
-    expand_mask = mask is not None and len(mask.rows) > MOST_MASK_AXES
+    many_axes = mask is not None and len(shape) > arrays.MOST_AXES
+    expand_mask = many_axes or (mask is not None and len(mask.rows) > MOST_MASK_AXES)
     if expand_mask:
-        notes.append(
-            f"The mask is expanded first: more than {MOST_MASK_AXES} of its axes have a stride of their own."
-        )
+        why = f"more than {MOST_MASK_AXES} of its axes have a stride of their own"
+        notes.append(f"The mask is expanded first: {'it has too many axes' if many_axes else why}.")
         mask = Mask.contiguous(seen.outer, seen.cols, seen.inner)
     kind, index = framework.device(x)
     on_device = kind != "cpu" and kind != "meta"
@@ -500,6 +503,12 @@ def _examine_mask(framework: Framework, x: Any, mask: Any, shape: tuple[int, ...
         )
     address = framework.address(mask) if framework.device(x)[0] != "cpu" else 0
     return scores.mask_layout(*framework.geometry(mask), shape, axis, address)
+
+
+def check_dtypes(x: Any, dtype: Any, op: str) -> None:
+    """Raise the TypeError that an operation on a PyTorch tensor would for its dtype."""
+    given = arrays.dtype_name(x.dtype)
+    _check_dtypes(given, given if dtype is None else arrays.dtype_name(dtype), op)
 
 
 def _check_dtypes(given: str, wanted: str, op: str) -> None:
@@ -655,9 +664,11 @@ def _bind_recorded(
     request = _examine(framework, op, x, dim, dtype, asked=asked)
     if request.cast:  # which autograd records by itself
         wanted = request.out_dtype
+        # Not the mask itself: what is remembered would keep it alive.
+        said, scaled = asked and asked._replace(mask=None), asked is not None and asked.scale is not None
 
         def cast_first(x: Any, mask: Any = None, scale: float | None = None) -> Any:
-            again = asked and asked._replace(mask=mask, scale=scale if asked.scale is not None else None)
+            again = said and said._replace(mask=mask, scale=scale if scaled else None)
             return _call(op, framework.cast(x, wanted), dim, backend, wanted, None, {}, again)
 
         return cast_first
@@ -672,7 +683,8 @@ def _bind_recorded(
         if decision.through is None and not request.copy and not request.expand_mask:
             forward = framework.fast_call(x, request.problem, kernel) or forward
     axis = normalize_dim(dim, len(framework.geometry(x)[0]))
-    bound = torch_ops.Bound(op, axis, x.dtype, forward, run_backward, asked is not None and asked.causal)
+    mask_key = None if asked is None or asked.mask is None else framework.key(asked.mask)
+    bound = torch_ops.Bound(op, axis, x.dtype, forward, run_backward, asked is not None and asked.causal, mask_key)
     record = torch_ops.record
     return (lambda x, *more: record(x, bound, *more)) if asked else (lambda x: record(x, bound))
 
@@ -781,18 +793,24 @@ def _call_into(
     return out
 
 
+def _check_recording(framework: Framework, x: Any, asked: Scores | None) -> None:
+    """Raise a RuntimeError where a gradient or tangent would be lost in an output that is given."""
+    given = [x] if asked is None or asked.mask is None else [x, asked.mask]
+    if framework.is_recorded(x) or any(map(framework.is_transformed, given)):
+        raise RuntimeError(OUT_IS_NOT_RECORDED)
+
+
 def _bind_into(
     framework: Framework, op: str, x: Any, dim: Any, backend: str, dtype: Any, out: Any, asked: Scores | None
 ) -> Callable[..., None]:
     """What a call with these arguments comes to, as a function of the array and its output, of mask and scale."""
-    mask = asked.mask if asked else None
-    if framework.is_recorded(x) or any(framework.is_transformed(a) for a in (x, mask) if a is not None):
-        raise RuntimeError(OUT_IS_NOT_RECORDED)
+    _check_recording(framework, x, asked)
     request = _examine(framework, op, x, dim, dtype, out, asked)
     if request.problem is None:
         dispatch.requested(backend)
         return lambda x, out, *more: None
     refuse_overlap = _overlap_guard(framework, x, out)
+    mask = asked.mask if asked else None
     refuse_mask = None if mask is None else _overlap_guard(framework, framework.check(mask), out, "mask")
     decision, kernel = dispatch.resolve(request.problem, backend, complete=False)
     execute = _executor(framework, decision, kernel, request.problem)

@@ -20,7 +20,7 @@ from .registry import BackendError
 
 HALF_TYPES = ("float16", "bfloat16")
 #: As NumPy has them; a tensor with more goes to the CPU's kernels flat.
-_MOST_AXES = 64
+MOST_AXES = 64
 
 
 def run_on_host(kernel: Kernel, problem: Problem, x: np.ndarray, out: np.ndarray, *more: Any) -> None:
@@ -311,7 +311,7 @@ class NumPy(_NumPyLike):
 
     def empty(self, x: Any, dtype: str, shape: Sequence[int] | None = None) -> Any:
         shape = x.shape if shape is None else shape
-        return np.empty(shape, x.dtype if x.dtype.name == dtype else numpy_dtype(dtype))
+        return np.empty(shape, x.dtype.newbyteorder("=") if x.dtype.name == dtype else numpy_dtype(dtype))
 
     def expanded(self, mask: Any, shape: Sequence[int]) -> Any:
         return np.ascontiguousarray(np.broadcast_to(mask, shape))
@@ -544,7 +544,7 @@ class Torch(Framework):
 
     def host(self, x: Any) -> np.ndarray:
         x = x.detach()
-        if x.dim() > _MOST_AXES:
+        if x.dim() > MOST_AXES:
             x = x.reshape(-1)
         if x.dtype == self.torch.bfloat16:
             return x.view(self.torch.int16).numpy().view(np.uint16)

@@ -357,7 +357,10 @@ class Registry:
         """Why the backend can't take this problem here; empty if it can."""
         backend = self._known(backend)
         # What its declaration rules out needs no probing, so a CPU array never initializes CUDA.
-        return backend.rules_out(problem) or self.lacks(backend, problem) or backend.declines(problem)
+        found = backend.rules_out(problem) or self.lacks(backend, problem) or backend.declines(problem)
+        if not found and problem.recorded and problem.op in BACKWARD:
+            found = [f"of the gradient: {why}" for why in backend.declines(problem.backward())]
+        return found
 
     def fault(self, backend: Backend, problem: Problem) -> list[str]:
         """Why a backend that should take it, and whose packages are all there, doesn't work on its device."""

@@ -82,6 +82,7 @@ class Bound:
         backward: ``backward(dy, y)`` runs the backend's own gradient kernel; None where there is none to run: the
             input was copied to another device, or is empty.
         causal: As the caller gave it.
+        mask_key: What ``backward`` is prepared for, of a mask: a hook may give back another one than was saved.
 
     With a mask or a scale, both functions take the two besides.
     """
@@ -92,6 +93,7 @@ class Bound:
     forward: Callable[..., torch.Tensor]
     backward: Callable[..., torch.Tensor] | None
     causal: bool = False
+    mask_key: Any = None
 
 
 class Recorded(torch.autograd.Function):
@@ -103,7 +105,8 @@ class Recorded(torch.autograd.Function):
         ctx.bound = bound
         if more:
             mask, ctx.scale = more
-            ctx.save_for_backward(y, mask)
+            # One that was made in inference mode can't be saved.
+            ctx.save_for_backward(y, mask if mask is None or not mask.is_inference() else mask.clone())
         else:
             ctx.save_for_backward(y)
         return y
@@ -115,7 +118,10 @@ class Recorded(torch.autograd.Function):
         more = (*masks, ctx.scale) if masks else ()
         none = (None,) * (1 + len(more))
         # With create_graph=True grad mode is on: then the gradient is to be differentiated itself.
-        if bound.backward is None or torch.is_grad_enabled() or not _is_plain(dy) or not _is_plain(y):
+        is_plain = not torch.is_grad_enabled() and _is_plain(dy) and _is_plain(y)
+        if is_plain and masks and masks[0] is not None:
+            is_plain = arrays.framework_of(masks[0]).key(masks[0]) == bound.mask_key
+        if bound.backward is None or not is_plain:
             asked = Scores(more[1], more[0], bound.causal) if more else None
             return gradient(bound.op, dy, y, bound.dim, bound.dtype, asked), *none
         return bound.backward(dy, y, *more), *none
@@ -188,10 +194,28 @@ def transformed(
     """A call inside a transform, or of a dual tensor."""
     dim = normalize_dim(dim, x.dim())
     wanted = _torch_dtype(x, dtype)
+    api.check_dtypes(x, wanted, op)
+    if _forward_levels() > 1:  # an autograd.Function has no derivative of its jvp
+        return _by_pytorch(op, x, dim, wanted, asked)
     if asked is None:
         return _transform(x, op, dim, backend, wanted)
     result = _transform(_screened(x, asked, dim, wanted), op, dim, backend, None)
     return result.to(wanted or x.dtype)
+
+
+def _forward_levels() -> int:
+    """How many ``jvp`` are around this call, one in another."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+
+
+def _by_pytorch(
+    op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None, asked: Scores | None
+) -> torch.Tensor:
+    """The same by PyTorch's own softmax."""
+    seen = x if asked is None else _screened(x, asked, dim % max(1, x.dim()), dtype)
+    own: torch.Tensor = getattr(torch, op)(seen, dim, dtype=dtype)
+    return own if asked is None else own.to(dtype or x.dtype)
 
 
 def _screened(x: torch.Tensor, asked: Scores, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
@@ -206,7 +230,13 @@ def _screened(x: torch.Tensor, asked: Scores, dim: int, dtype: torch.dtype | Non
         x = x.to(dtype)
     if x.dtype in _HALF_DTYPES:
         x = x.float()
-    return _kept(x if asked.scale is None else x * asked.scale, asked, -torch.inf)
+    if asked.scale is None:
+        return _kept(x, asked, -torch.inf)
+    x = _kept(x if asked.scale > 0 else -x, asked, -torch.inf)
+    # Relative to the largest, which changes no softmax; the difference of halves can't overflow.
+    peak = x.detach().amax(dim, keepdim=True)
+    peak = torch.where(peak.isfinite(), peak, 0)
+    return (0.5 * x - 0.5 * peak) * (2 * abs(asked.scale))
 
 
 def transformed_topk(
@@ -264,6 +294,7 @@ def _define(op: str) -> None:
     ) -> torch.Tensor:
         wanted = dtype or x.dtype  # said, so that autocast has no say
         asked = _asked(scores)
+        _refuse_tangents(x)
         if x.requires_grad:
             backend = api.backend_for_gradient(op, x.detach(), dim, backend, wanted, asked)
         result: torch.Tensor = api.plain(op, x.detach(), dim, backend, wanted, asked)
@@ -272,11 +303,13 @@ def _define(op: str) -> None:
     def forward_fake(
         x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, backend: str = "auto", *scores: Any
     ) -> torch.Tensor:
+        _check_arguments(op, x, dim, dtype, _asked(scores))
         return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
     def gradient_of(
         dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, backend: str = "auto", *scores: Any
     ) -> torch.Tensor:
+        _refuse_tangents(dy, y)
         with torch.no_grad():
             dy, y, asked = dy.detach(), y.detach(), _asked(scores)
             if (run := api.backward_of(op, y, dim, backend, dtype, asked)) is None:
@@ -314,10 +347,30 @@ def _define(op: str) -> None:
         _implement(name, function, fake, save, derivative)
 
 
+def _refuse_tangents(*tensors: torch.Tensor) -> None:
+    """Raise rather than lose a tangent; the public functions never get here with one."""
+    if torch.autograd.forward_ad._current_level >= 0 and any(
+        torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    ):
+        raise NotImplementedError("the operators torch.ops.minikernel.* carry no tangents: call minikernel.softmax")
+
+
 def _implement(name: str, function: Any, fake: Any, save: Any, derivative: Any) -> None:
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"minikernel::{name}", fake, lib=_library)
     torch.library.register_autograd(f"minikernel::{name}", derivative, setup_context=save, lib=_library)
+
+
+def _check_arguments(op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None, asked: Scores | None) -> int:
+    """What a call that is recorded would refuse only once it runs; returns the axis."""
+    axis = normalize_dim(dim, x.dim())
+    api.check_dtypes(x, dtype, op)
+    if asked is not None and asked.mask is not None:
+        check_boolean(str(asked.mask.dtype).removeprefix("torch."))
+        check_broadcast(asked.mask.shape, x.shape)
+    if asked is not None and asked.causal:
+        check_causal(x.shape, axis)
+    return axis
 
 
 def _asked(scores: tuple[Any, ...]) -> Scores | None:
@@ -357,14 +410,17 @@ def _define_topk() -> None:
     def forward(
         x: torch.Tensor, k: int, dim: int, dtype: torch.dtype | None = None, backend: str = "auto"
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        _refuse_tangents(x)
         return api.plain_topk(x.detach(), k, dim, backend, dtype or x.dtype)
 
     def fake(
         x: torch.Tensor, k: int, dim: int, dtype: torch.dtype | None = None, backend: str = "auto"
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        axis = _check_arguments("softmax", x, dim, dtype, None)
         shape = [*x.shape]
+        api.check_k(k, shape[axis] if shape else 1)
         if shape:
-            shape[dim] = k
+            shape[axis] = k
         like = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
         return like, torch.empty_like(like, dtype=torch.int64)
 
@@ -374,6 +430,10 @@ def _define_topk() -> None:
 
     def backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         x, indices = ctx.saved_tensors
+        if torch.autograd.forward_ad._current_level >= 0:  # which the operators know nothing of
+            y = torch.softmax(x, ctx.dim, dtype=ctx.wanted)
+            whole = torch.zeros_like(y).scatter(ctx.dim, indices, dy)
+            return gradient("softmax", whole, y, ctx.dim, x.dtype), None, None, None, None
         y = torch.ops.minikernel.softmax(x, ctx.dim, ctx.wanted, ctx.backend)
         whole = torch.zeros_like(y).scatter(ctx.dim, indices, dy)
         dx = torch.ops.minikernel.softmax_backward(whole, y, ctx.dim, x.dtype, ctx.backend)
@@ -408,11 +468,9 @@ def traced(
     """A call that is recorded in a program: as the operator, or inside transforms as PyTorch's own softmax."""
     wanted = _torch_dtype(x, dtype)
     if _is_inside(x):
-        seen = x if asked is None else _screened(x, asked, dim % max(1, x.dim()), wanted)
-        own: torch.Tensor = getattr(torch, op)(seen, dim, dtype=wanted)
-        return own if asked is None else own.to(wanted or x.dtype)
-    if asked is not None and isinstance(asked.scale, torch.Tensor):
-        asked.checked()  # which says what to do
+        return _by_pytorch(op, x, dim, wanted, asked)
+    if asked is not None and (isinstance(asked.scale, torch.Tensor | bool) or not isinstance(asked.causal, bool)):
+        asked.checked()  # which says what is wrong
     result: torch.Tensor = getattr(torch.ops.minikernel, op)(x, dim, wanted, backend, *(asked or ()))
     if out is None:
         return result

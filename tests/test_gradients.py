@@ -174,6 +174,8 @@ def test_transforms(op, backend, device):
         lambda f: jvp(f, (z,), (z.cos(),))[1],
         lambda f: vmap(vmap(f))(z[None]),
         lambda f: jvp(grad(lambda x: f(x).square().sum()), (z,), (z.cos(),))[1],
+        lambda f: jvp(lambda x: jvp(f, (x,), (z.sin(),))[1], (z,), (z.cos(),))[1],
+        lambda f: jacfwd(jacfwd(f))(z),
     ):
         torch.testing.assert_close(transform(ours), transform(theirs))
 
@@ -220,6 +222,14 @@ def test_tangents_of_incoming_gradients(backend, device):
         return grad(lambda s: (torch.autograd.grad(y, x, w, retain_graph=True)[0] * s).square().sum())(t[0, 0])
 
     torch.testing.assert_close(around(lambda x: softmax(x, backend=backend)), around(lambda x: F.softmax(x, -1)))
+
+
+def test_operators_refuse_to_lose_a_tangent():
+    softmax(randn(2, 3).requires_grad_()).sum().backward()  # defines them
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(randn(2, 3), randn(2, 3, seed=1))
+        with pytest.raises(NotImplementedError, match="tangent"):
+            torch.ops.minikernel.softmax(dual, -1)
 
 
 @on_each_backend

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -294,7 +296,11 @@ def test_transforms(trained):
         lambda f: vmap(f, (None, 0))(z[0], masks),
     ):
         torch.testing.assert_close(transform(ours), transform(theirs))
-    for wrong, error in ((mask[None, None], ValueError), (mask[:, :1, None], ValueError), (mask.double(), TypeError)):
+    for wrong, error in (
+        (mask[None, None], ValueError),
+        (mask[:, :1, None], ValueError),
+        (mask.double(), TypeError),
+    ):
         with pytest.raises(error, match="mask must"):
             grad(lambda x, wrong=wrong: ours(x, wrong).sum())(z[0])
         with pytest.raises(error, match="mask must"):
@@ -486,3 +492,73 @@ def test_triton_in_the_interpreter():
     if INTERPRETED:
         pytest.skip("this is that process")
     assert "passed" in in_the_interpreter(__file__, "triton and not float64 and not transforms and not order")
+
+
+def test_a_saved_mask_that_comes_back_otherwise():
+    """A hook may give back a copy, laid out in its own way."""
+    wide = a_mask(4, 10).logical_or(torch.eye(4, 10, dtype=torch.bool))
+    mask, dy = wide[:, ::2], randn(4, 5, seed=1)
+    x = randn(4, 5).requires_grad_()
+    (right,) = torch.autograd.grad(F.softmax(screened(x, mask=mask), -1), x, dy)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t):
+        y = softmax(x, mask=mask)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], right)
+
+
+def test_a_mask_made_in_inference_mode():
+    with torch.inference_mode():
+        mask = a_mask(3, 5).fill_(True)
+    x = randn(3, 5).requires_grad_()
+    softmax(x, mask=mask).square().sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_masks_are_not_kept_alive():
+    for options in ({}, {"dtype": torch.float64}):
+        for recorded in (False, True):
+            mask = a_mask(3, 7)
+            seen = weakref.ref(mask)
+            softmax(randn(3, 7).requires_grad_(recorded), mask=mask, **options)
+            del mask
+            gc.collect()
+            assert seen() is None, (options, recorded)
+
+
+def test_a_mask_of_more_axes_than_numpy_has():
+    base = a_mask(4, 3)
+    x, mask = randn(*[1] * 66, 3, 4), base.t().reshape([1] * 66 + [3, 4])
+    right = expected("softmax", x.reshape(3, 4), -1, mask=base.t())
+    assert mismatch(softmax(x, mask=mask).reshape(3, 4), right) is None
+
+
+def test_transforms_refuse_and_round_as_plain_calls_do():
+    with pytest.raises(TypeError, match="dtype int64"):
+        vmap(lambda row: softmax(row, scale=2.0))(torch.tensor([[1, 2, 3]]))
+    x = torch.tensor([[1e30, 2e30]])
+    assert vmap(lambda row: softmax(row, scale=1e30))(x).tolist() == softmax(x, scale=1e30).tolist() == [[0, 1]]
+
+
+def test_explain_refuses_what_softmax_does():
+    x, out = randn(4, 4), torch.zeros(16).view(4, 4)
+    with pytest.raises(ValueError, match="out overlaps the mask"):
+        explain(x, mask=out.view(torch.bool)[:, :4], out=out)
+    with pytest.raises(RuntimeError, match="out= can't be recorded"):
+        explain(x.requires_grad_(), out=out)
+
+
+def test_auto_passes_over_a_backend_that_declines_the_gradient(registry):
+    def prepare(problem):
+        return minikernel.Kernel(lambda x, out, stream, scratch, *more: out.fill(7))
+
+    declining = minikernel.Backend(
+        "sevens", 1, ("cpu",), ("float32",), prepare, ops=("softmax", "softmax_backward"), features=("mask",),
+        reasons=lambda problem: ["no masks there"] if problem.is_backward and problem.mask else [],
+    )  # fmt: skip
+    registry.register(declining)
+    x, mask = randn(3, 5), a_mask(3, 5)
+    assert (softmax(x, mask=mask) == 7).all()
+    x.requires_grad_()
+    said = explain(x, mask=mask)
+    assert said.backend == "numpy"
+    assert said.rejected["sevens"] == ("of the gradient: no masks there",)
+    assert softmax(x, mask=mask).grad_fn is not None

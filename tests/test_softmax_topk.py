@@ -263,6 +263,13 @@ def test_gradients():
         assert torch.autograd.gradcheck(lambda x, dim=dim: softmax_topk(x, 3, dim).probabilities, x)
         assert torch.autograd.gradgradcheck(lambda x, dim=dim: softmax_topk(x, 3, dim).probabilities, x)
     assert not softmax_topk(x, 3).indices.requires_grad
+    leaf, w, t = x.detach().requires_grad_(), randn(3, 2, dtype="float64"), randn(3, 2, dtype="float64", seed=2)
+    with torch.autograd.forward_ad.dual_level():
+        (dx,) = torch.autograd.grad(
+            softmax_topk(leaf, 2).probabilities, leaf, torch.autograd.forward_ad.make_dual(w, t)
+        )
+        found = torch.autograd.forward_ad.unpack_dual(dx).tangent
+    torch.testing.assert_close(found, torch.autograd.grad(torch.topk(F.softmax(leaf, -1), 2).values, leaf, t)[0])
     with pytest.raises(ValueError, match="at most 64"):
         vmap(lambda row: softmax_topk(row, 65, 0).indices)(torch.zeros(2, 100))
     spoiled = torch.tensor([[1.0, NAN, 2.0], [0.0, -0.0, 1.0]])

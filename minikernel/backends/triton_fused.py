@@ -609,8 +609,7 @@ def _reasons(problem: Problem) -> list[str]:
         from . import triton_topk
 
         return triton_topk.reasons(problem, device)
-    problems = [problem, problem.backward()] if problem.recorded else [problem]
-    if any(plan(of, device).grid > _MAX_GRID for of in problems):
+    if plan(problem, device).grid > _MAX_GRID:
         return [f"{problem.rows} rows of {problem.cols} need more than {_MAX_GRID} programs"]
     return []
 
