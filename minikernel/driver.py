@@ -10,13 +10,15 @@ import ctypes
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from .problem import Kernel
+
+_Plan = TypeVar("_Plan")
 
 _SUCCESS = 0
 _INVALID_CONTEXT = 201
@@ -49,7 +51,11 @@ class CudaError(RuntimeError):
 
 
 class DoesNotFit(CudaError):
-    """The device can't run all the blocks at once that the launch needs at once."""
+    """The device can't run all the blocks at once that ``launch`` needs at once."""
+
+    def __init__(self, message: str, launch: Launch) -> None:
+        super().__init__(message)
+        self.launch = launch
 
 
 @cache
@@ -246,7 +252,7 @@ def _opt_in(function: int, launch: Launch) -> None:
             )
             _opted_in[function] = launch.shared
     if launch.cluster > 8 and cuda.cuFuncSetAttribute(handle, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1):
-        raise DoesNotFit(f"this GPU has no clusters of {launch.cluster} blocks")
+        raise DoesNotFit(f"this GPU has no clusters of {launch.cluster} blocks", launch)
 
 
 def _check_fit(function: int, launch: Launch, index: int, config_at: int) -> None:
@@ -255,13 +261,13 @@ def _check_fit(function: int, launch: Launch, index: int, config_at: int) -> Non
     if launch.cluster > 1:
         code = cuda.cuOccupancyMaxActiveClusters(ctypes.byref(found), handle, ctypes.c_void_p(config_at))
         if code or not found.value:
-            raise DoesNotFit(f"device {index} can't run a cluster of {launch.cluster} such blocks")
+            raise DoesNotFit(f"device {index} can't run a cluster of {launch.cluster} such blocks", launch)
     if launch.cooperative:
         code = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
             ctypes.byref(found), handle, launch.block, ctypes.c_size_t(launch.shared)
         )
         if code or found.value * device(index).sm_count < launch.grid:
-            raise DoesNotFit(f"device {index} can't run {launch.grid} such blocks at once")
+            raise DoesNotFit(f"device {index} can't run {launch.grid} such blocks at once", launch)
 
 
 def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) -> Kernel:
@@ -344,6 +350,18 @@ def kernel(function: int, index: int, launch: Launch, constants: Sequence[Any]) 
             _check(code, f"launch {launch}")
 
     return Kernel(run, launch.scratch)
+
+
+def prepare_fitting(device: Device, plan: Callable[[Device], _Plan], prepare: Callable[[_Plan], Kernel]) -> Kernel:
+    """The kernel for a plan that the device can run: on a slice of a GPU, say, for one that needs less at once."""
+    while True:
+        try:
+            return prepare(plan(device))
+        except DoesNotFit as error:
+            if error.launch.cooperative:
+                device = replace(device, cooperative=False)
+            else:
+                device = replace(device, max_cluster=error.launch.cluster // 2)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ INF, NAN = float("inf"), float("nan")
 #: A little of everything: powers of two and their neighbors, short rows and long ones.
 LENGTHS = (1, 2, 3, 7, 8, 31, 33, 64, 127, 255, 256, 257, 600, 1024, 1025, 2049, 4097)
 
+
+#: Whether this is a process in which Triton's kernels run in its interpreter, on the CPU.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 #: Each operation, and PyTorch's own.
 BESIDE_TORCH = {

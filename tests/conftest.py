@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from cases import CACHE_VARIABLE, GPU_BACKENDS, KINDS, Failures, Route
+from cases import CACHE_VARIABLE, GPU_BACKENDS, INTERPRETED, KINDS, Failures, Route
 
 import minikernel
 from minikernel import api, cuda, dispatch, driver
@@ -78,6 +78,20 @@ def torch_route(request) -> Route:
 @pytest.fixture(params=_routes(*((b, kind) for b in GPU_BACKENDS for kind in ("numpy", "torch-cpu", "dlpack"))))
 def copied_route(request) -> Route:
     """Every GPU backend from host memory: asked for by name, so the input is copied over and back."""
+    return _open(request.param)
+
+
+@pytest.fixture(
+    params=[
+        *_routes(*(("numpy", kind) for kind in ("numpy", "torch-cpu", "dlpack"))),
+        *_routes(("cuda-fused", "torch-cuda"), ("cuda-fused", "cupy")),
+        pytest.param(("triton-fused", "torch-cpu"), id="triton-fused")
+        if INTERPRETED
+        else _routes(("triton-fused", "torch-cuda"))[0],
+    ]
+)
+def fused(request) -> Route:
+    """The backends that take scale, mask and causality, and give the k largest."""
     return _open(request.param)
 
 

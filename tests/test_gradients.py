@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import BESIDE_TORCH as OPS
-from cases import randn
+from cases import INTERPRETED, randn
 from isolated import in_the_interpreter
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
@@ -26,7 +25,6 @@ SHAPES = (
     ((3, 5), -1), ((7, 1), -1), ((4, 600), -1), ((37, 33), -1), ((5, 1025), -1), ((3, 4097), 1), ((2, 20_001), -1),
     ((2, 7, 9), 1), ((300, 40), 0), ((2, 1000, 24), 1), ((3, 2, 4, 5), -2), ((), 0), ((0, 3), 1), ((3, 0), 0),
 )  # fmt: skip
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by test_triton_in_the_interpreter
 GRADIENT_BACKENDS = (
     pytest.param("numpy", "cpu", id="numpy"),
     pytest.param("cuda-fused", "cuda", id="cuda-fused", marks=pytest.mark.gpu),

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minikernel import cuda
+from minikernel import cuda, driver
 from minikernel.backends import cuda_fused, cuda_naive, cuda_parallel, cuda_smem
 from minikernel.backends.cuda_fused import RowPlan, StridedPlan
 from minikernel.backends.fused_columns import ColumnsPlan
-from minikernel.driver import Device
+from minikernel.driver import Device, Launch
 from minikernel.problem import ITEMSIZE, Problem
 
 #: One GPU of each supported compute capability: T4, A100, RTX 3090, L4, H200, B200, RTX 5090.
@@ -249,6 +249,21 @@ def test_one_column_is_in_one_piece_whatever_its_stride():
     for stride in (0, 5, -3):
         problem = Problem("softmax", "cuda", 0, "float32", "float32", 100, 1, 1, (7, stride, 1))
         assert isinstance(cuda_fused.plan(problem, H200), RowPlan)
+
+
+def test_a_launch_that_does_not_fit_is_made_smaller():
+    """As on a slice of a GPU: first without a cooperative grid, then with ever smaller clusters."""
+    seen = []
+
+    def prepare(device):
+        launch = Launch(1, 32, cluster=device.max_cluster, cooperative=device.cooperative)
+        seen.append((launch.cooperative, launch.cluster))
+        if launch.cooperative or launch.cluster > 4:
+            raise driver.DoesNotFit("too much", launch)
+        return "a kernel"
+
+    assert driver.prepare_fitting(H200, lambda device: device, prepare) == "a kernel"
+    assert seen == [(True, 16), (False, 16), (False, 8), (False, 4)]
 
 
 @pytest.mark.parametrize("capability", DEVICES)

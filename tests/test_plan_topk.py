@@ -67,7 +67,7 @@ def test_launches(dtype, capability):
     for problem in topk_problems(dtype):
         plan = fused_topk.plan(problem, device)
         launch, macros = plan.launch(), plan.macros()
-        assert launch.more == "P"
+        assert launch.per_call == "P"
         assert launch.block <= int(macros["THREADS"])
         assert launch.grid <= cuda.MAX_GRID
         assert launch.cluster <= (device.max_cluster if capability >= 90 else 1)
@@ -120,3 +120,10 @@ def test_few_kernels():
     for dtype in ("float32", "bfloat16", "float64"):
         found = {tuple(fused_topk.plan(p, DEVICES[90]).macros().items()) for p in topk_problems(dtype)}
         assert len(found) <= 40
+
+
+def test_rows_too_long_for_its_indices_are_declined():
+    long = replace(topk_problem(2**31 - 1, 1), cols=2**31)
+    assert fused_topk.reasons(long) == [f"it takes the largest of fewer than 2**31 columns; there are {2**31}"]
+    assert fused_topk.reasons(topk_problem(2**31 - 1, 1)) == []
+    assert fused_topk.reasons(replace(long, op="softmax", k=0)) == []

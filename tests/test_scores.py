@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import BESIDE_TORCH, INF, KINDS, NAN, Route, mismatch, randn
+from cases import BESIDE_TORCH, INF, INTERPRETED, NAN, Route, mismatch, randn
 from isolated import in_the_interpreter
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jvp, vmap
@@ -19,19 +18,6 @@ import minikernel
 from minikernel import BackendError, explain, log_softmax, scores, softmax
 from minikernel.problem import MOST_MASK_AXES, Mask
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by test_triton_in_the_interpreter
-FUSED = [
-    pytest.param(("numpy", "numpy"), id="numpy"),
-    pytest.param(("numpy", "torch-cpu"), id="numpy-torch"),
-    pytest.param(("numpy", "dlpack"), id="numpy-dlpack"),
-    pytest.param(("cuda-fused", "torch-cuda"), id="cuda-fused", marks=pytest.mark.gpu),
-    pytest.param(("cuda-fused", "cupy"), id="cuda-fused-cupy", marks=pytest.mark.gpu),
-    pytest.param(
-        ("triton-fused", "torch-cpu" if INTERPRETED else "torch-cuda"),
-        id="triton-fused",
-        marks=() if INTERPRETED else pytest.mark.gpu,
-    ),
-]
 #: Shapes, axes, and shapes of masks.
 CASES = (
     ((4, 600), -1, (4, 600)), ((4, 600), -1, (600,)), ((4, 600), -1, (4, 1)), ((6, 8), -1, ()),
@@ -42,15 +28,6 @@ CASES = (
     ((1,), 0, (1,)), ((), 0, ()),
 )  # fmt: skip
 LONG = ((8, 128_256), -1, (8, 128_256)), ((1, 600_001), -1, (600_001,)), ((2, 1_048_576), -1, (2, 1))
-
-
-@pytest.fixture(params=FUSED)
-def fused(request) -> Route:
-    backend, kind = request.param
-    if not (info := minikernel.list_backends()[backend]).available:
-        pytest.skip("; ".join(info.reasons))
-    KINDS[kind].skip_unless_usable()
-    return Route(backend, KINDS[kind])
 
 
 @pytest.fixture
@@ -452,6 +429,13 @@ def test_layouts_of_masks():
     assert layout(whole[..., :1], (2, 3, 5, 7), 1) == Mask(((2, 105),), 35, ((5, 7), (7, 0)))
     assert layout(torch.tensor(True), (), 0) == Mask((), 0, ())
     assert len(layout(whole[:, :1], (2, 3, 5, 7), 3).rows) <= MOST_MASK_AXES
+
+
+def test_an_expanded_mask_is_planned_for_as_one_that_never_was_broadcast():
+    whole = torch.ones(6, 40, dtype=torch.bool)
+    assert Mask.contiguous(6, 40, 1) == scores.mask_layout(whole.shape, whole.stride(), (6, 40), 1)
+    whole = torch.ones(6, 40, 8, dtype=torch.bool)
+    assert Mask.contiguous(6, 40, 8) == scores.mask_layout(whole.shape, whole.stride(), (6, 40, 8), 1)
 
 
 def test_numpy_masks_may_be_read_backwards():

@@ -270,7 +270,7 @@ def counting(sound):
 cuda.compile_image = counting(cuda.compile_image)
 if "triton-fused" in {available!r}:
     from minikernel.backends import triton_fused
-    triton_fused._Source.compile = counting(triton_fused._Source.compile)
+    triton_fused.KernelSource.compile = counting(triton_fused.KernelSource.compile)
 x = torch.randn(16, 60, device="cuda")
 expected = torch.softmax(x.double(), -1)
 for backend in {available!r}:

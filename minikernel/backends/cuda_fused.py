@@ -7,7 +7,8 @@ numbers in it were measured on an H200.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from .. import cuda, driver
@@ -378,15 +379,7 @@ def prepare(problem: Problem) -> Kernel:
         return fused_backward.prepare(problem, device)
     if problem.op == TOPK:
         return fused_topk.prepare(problem, device)
-    while True:
-        chosen = plan(problem, device)
-        try:
-            return prepare_planned(problem, chosen)
-        except driver.DoesNotFit:  # a slice of a GPU, say: do with less
-            if chosen.launch().cooperative:
-                device = replace(device, cooperative=False)
-            else:
-                device = replace(device, max_cluster=chosen.launch().cluster // 2)
+    return driver.prepare_fitting(device, partial(plan, problem), partial(prepare_planned, problem))
 
 
 def prepare_planned(problem: Problem, chosen: Plan) -> Kernel:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from .. import cuda, driver
@@ -143,12 +144,7 @@ def _fewest_empty(share: int, fewest_threads: int) -> tuple[int, int]:
 
 
 def prepare(problem: Problem, device: Device) -> Kernel:
-    while True:
-        planned = plan(problem, device)
-        try:
-            return prepare_planned(problem, planned)
-        except driver.DoesNotFit:  # a slice of a GPU, say: do with smaller clusters
-            device = replace(device, max_cluster=planned.launch().cluster // 2)
+    return driver.prepare_fitting(device, partial(plan, problem), partial(prepare_planned, problem))
 
 
 def prepare_planned(problem: Problem, planned: Plan) -> Kernel:

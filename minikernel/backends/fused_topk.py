@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from functools import partial
 
 from .. import cuda, driver
 from ..driver import Device, Launch
@@ -117,12 +118,7 @@ def plan(problem: Problem, device: Device) -> TopkPlan:
 
 
 def prepare(problem: Problem, device: Device) -> Kernel:
-    while True:
-        planned = plan(problem, device)
-        try:
-            return prepare_planned(problem, planned)
-        except driver.DoesNotFit:  # a slice of a GPU, say: do with smaller clusters
-            device = replace(device, max_cluster=planned.parts // 2)
+    return driver.prepare_fitting(device, partial(plan, problem), partial(prepare_planned, problem))
 
 
 def prepare_planned(problem: Problem, planned: TopkPlan) -> Kernel:

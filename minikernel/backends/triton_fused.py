@@ -30,8 +30,8 @@ from ..registry import Backend, BackendUnavailable, Requirement
 #: Read once: Triton, too, decides when its kernels are defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on")
 
-_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-_MAX_GRID = 2**31 - 1
+TYPE_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+MAX_GRID = 2**31 - 1
 _MIN_CAPABILITY = 80
 _MIN_TRITON = (3, 5)  # the first whose grid dependency control compiles here
 # The longest row that lanes of one warp share, in vectors; of two arrays for a gradient.
@@ -85,7 +85,7 @@ class TritonPlan:
         return 1 if self.long else self.parts
 
 
-def _arguments(problem: Problem) -> dict[str, int]:
+def kernel_arguments(problem: Problem) -> dict[str, int]:
     """The kernels' integer arguments; the stride of an axis of extent 1 is free, and made 1 or 0."""
     x_outer, x_col, x_inner = problem.strides
     return {
@@ -117,12 +117,12 @@ def _mask_arguments(mask: Mask | None) -> tuple[dict[str, int], dict[str, int | 
 
 def _integers(problem: Problem) -> dict[str, int]:
     """All integers that a kernel may be given, in the order of its parameters."""
-    return _arguments(problem) | _mask_arguments(problem.mask)[0]
+    return kernel_arguments(problem) | _mask_arguments(problem.mask)[0]
 
 
-def _facts(problem: Problem) -> dict[str, int]:
+def alignment_facts(problem: Problem) -> dict[str, int]:
     """The integers that the vector width must divide, for lanes along whichever axis is contiguous."""
-    arguments = _arguments(problem)
+    arguments = kernel_arguments(problem)
     facts = {name: value for name, value in arguments.items() if name.startswith("x_") and value != 1}
     if problem.inner > 1:
         facts["inner"] = problem.inner
@@ -138,10 +138,10 @@ def _widest(problem: Problem) -> int:
     return 16 // max(ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype])
 
 
-def _vector(problem: Problem) -> int:
+def vector_width(problem: Problem) -> int:
     width = _widest(problem)
     offsets = (problem.x_offset // ITEMSIZE[problem.dtype], problem.out_offset // ITEMSIZE[problem.out_dtype])
-    while width > 1 and any(value % width for value in (*offsets, *_facts(problem).values())):
+    while width > 1 and any(value % width for value in (*offsets, *alignment_facts(problem).values())):
         width //= 2
     return width
 
@@ -172,7 +172,7 @@ def plan(problem: Problem, device: driver.Device) -> TritonPlan:
 
 def _plan_rows(problem: Problem, device: driver.Device) -> TritonPlan | None:
     """The launch for rows whose elements are neighbors, if the registers of a cluster can hold one."""
-    widest, vector = _widest(problem), _vector(problem)
+    widest, vector = _widest(problem), vector_width(problem)
     peel = not problem.is_backward and vector < widest and _peels(problem)
     if peel:
         vector = widest
@@ -271,10 +271,10 @@ def _plan_any(problem: Problem, device: driver.Device) -> TritonPlan:
     itemsize = ITEMSIZE[problem.dtype]
     widest = _widest(problem)
     outer, cols, inner = problem.outer, problem.cols, problem.inner
-    arguments = _arguments(problem)
+    arguments = kernel_arguments(problem)
 
     within = inner > 8  # below, blocks that stop at the end of inner would be mostly empty
-    vector = _vector(problem) if within or inner == 1 else 1
+    vector = vector_width(problem) if within or inner == 1 else 1
     peel = vector < widest and _peels(problem)
     extent = inner if within else outer * inner
     lanes_along_rows = within or (inner == 1 and arguments["x_outer"] == 1 and cols > 1)
@@ -336,7 +336,7 @@ def _plan_any(problem: Problem, device: driver.Device) -> TritonPlan:
 def _plan_backward(problem: Problem, device: driver.Device) -> TritonPlan:
     """The launch for a gradient, whose arrays all lie like the output."""
     overlap = device.capability >= 90
-    vector = _vector(problem)
+    vector = vector_width(problem)
     if problem.inner == 1:
         return _plan_rows(problem, device) or TritonPlan(
             1, _BACKWARD_TILE // 2, 16, problem.rows, False, vector, peel=False, long=True, overlap=overlap
@@ -352,7 +352,7 @@ def _plan_backward(problem: Problem, device: driver.Device) -> TritonPlan:
 
 
 @dataclass(frozen=True)
-class _Source:
+class KernelSource:
     """A kernel with everything that is compiled into it: what tells one binary from another."""
 
     name: str
@@ -383,11 +383,11 @@ class _Source:
         return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def sources(problem: Problem, plan: TritonPlan) -> list[_Source]:
+def sources(problem: Problem, plan: TritonPlan) -> list[KernelSource]:
     """The one or two kernels that a plan launches, in their order."""
     given, compiled_in = _mask_arguments(problem.mask)
-    arguments = _arguments(problem)
-    element, result = ("*" + _TYPES[dtype] for dtype in (problem.dtype, problem.out_dtype))
+    arguments = kernel_arguments(problem)
+    element, result = ("*" + TYPE_NAMES[dtype] for dtype in (problem.dtype, problem.out_dtype))
     number = "fp64" if problem.dtype == "float64" else "fp32"
     if problem.is_backward:
         types = {"y": element, "out": result, "dy": element}
@@ -409,7 +409,7 @@ def sources(problem: Problem, plan: TritonPlan) -> list[_Source]:
     if plan.vector > 1 and not plan.peel:
         sizes = [(name, problem.out_dtype if name == "out" else problem.dtype) for name in arrays]
         divisibility = {name: min(16, plan.vector * ITEMSIZE[dtype]) for name, dtype in sizes}
-        divisibility |= {name: plan.vector for name in _facts(problem) if name in types}
+        divisibility |= {name: plan.vector for name in alignment_facts(problem) if name in types}
         if problem.mask:
             layout = [name for name in given if name.startswith("m_")]
             by = gcd(plan.vector, problem.mask.offset, *(given[name] for name in layout))
@@ -449,15 +449,15 @@ def sources(problem: Problem, plan: TritonPlan) -> list[_Source]:
             else:
                 launches = [{"SCAN": scan, "WRITE": not scan} for scan in (True, False)]
     return [
-        _Source(
+        KernelSource(
             name, tuple(types.items()), tuple((constants | more).items()), tuple(divisibility.items()), plan.warps
         )
         for more in launches
     ]
 
 
-_functions: dict[tuple[_Source, int], tuple[int, int]] = {}
-_lock = threading.Lock()
+_functions: dict[tuple[KernelSource, int], tuple[int, int]] = {}
+interpreter_lock = threading.Lock()
 
 
 @cache
@@ -474,12 +474,12 @@ def _triton_version() -> str:
         return ""
 
 
-def _image(source: _Source, capability: int) -> Image:
+def _image(source: KernelSource, capability: int) -> Image:
     compiled = source.compile(capability)
     return Image(compiled.asm["cubin"], compiled.metadata.name, compiled.metadata.shared)
 
 
-def _load(source: _Source, index: int) -> tuple[int, int]:
+def _load(source: KernelSource, index: int) -> tuple[int, int]:
     capability = driver.device(index).capability
 
     def compile() -> Image:
@@ -495,9 +495,9 @@ def _load(source: _Source, index: int) -> tuple[int, int]:
     return images.loaded((*depends_on, str(capability)), compile, load)
 
 
-def _function(source: _Source, index: int) -> tuple[int, int]:
+def _function(source: KernelSource, index: int) -> tuple[int, int]:
     """``CUfunction`` and bytes of shared memory of a kernel on a device; compiled and loaded once."""
-    with _lock:  # held while compiling, so that threads that want the same kernel compile it once
+    with interpreter_lock:  # held while compiling, so that threads that want the same kernel compile it once
         if (source, index) not in _functions:
             try:
                 _functions[source, index] = _load(source, index)
@@ -513,7 +513,7 @@ def _scratch(problem: Problem, plan: TritonPlan) -> int:
     return plan.grid * plan.rows * 2 * size if plan.long and plan.parts > 1 else 0
 
 
-def _bind(source: _Source, index: int, launch: driver.Launch, arguments: dict[str, int]) -> Kernel:
+def bind_kernel(source: KernelSource, index: int, launch: driver.Launch, arguments: dict[str, int]) -> Kernel:
     """A kernel with its launch and those of the integer arguments that aren't compiled in."""
     function, shared = _function(source, index)
     given = dict(source.types)
@@ -534,7 +534,7 @@ def build(problem: Problem, plan: TritonPlan) -> Kernel:
         inputs=2 if problem.is_backward else 1,
         per_call=("Pd" if problem.dtype == "float64" else "Pf") if problem.features else "",
     )
-    kernels = [_bind(source, problem.index, launch, _integers(problem)) for source in sources(problem, plan)]
+    kernels = [bind_kernel(source, problem.index, launch, _integers(problem)) for source in sources(problem, plan)]
     if len(kernels) == 1:
         return kernels[0]
     scan, write = (kernel.run for kernel in kernels)
@@ -546,7 +546,7 @@ def build(problem: Problem, plan: TritonPlan) -> Kernel:
     return Kernel(run, _scratch(problem, plan))
 
 
-def _pointer(array: Any, dtype: str) -> Any:
+def pointer_to(array: Any, dtype: str) -> Any:
     """An array as the interpreter takes it. Only its address and dtype count, so any strides will do."""
     import torch
 
@@ -572,18 +572,18 @@ def _interpret(
     number = "float64" if problem.dtype == "float64" else "float32"
     arguments: dict[str, Any] = dict(_integers(problem))
     if problem.is_backward:
-        arguments |= {"y": _pointer(x, problem.dtype), "dy": _pointer(scratch, problem.dtype)}
+        arguments |= {"y": pointer_to(x, problem.dtype), "dy": pointer_to(scratch, problem.dtype)}
     else:
-        arguments["x"] = _pointer(x, problem.dtype)
-    arguments["out"] = _pointer(out, problem.out_dtype)
+        arguments["x"] = pointer_to(x, problem.dtype)
+    arguments["out"] = pointer_to(out, problem.out_dtype)
     if problem.features:
-        arguments["mask"] = None if mask is None else _pointer(mask, "uint8")
+        arguments["mask"] = None if mask is None else pointer_to(mask, "uint8")
         dtype = getattr(language, number)  # a Python float would be a float32
         arguments["scale"] = language.tensor(TensorHandle(np.array([scale], number), dtype), dtype)
     if scratch_size := _scratch(problem, plan):
         arguments["partials"] = torch.empty(scratch_size, dtype=torch.uint8).view(getattr(torch, number))
     # The interpreter keeps its grid in a global, and rows that don't exist make NaN of nothing but -inf.
-    with _lock, np.errstate(all="ignore"):
+    with interpreter_lock, np.errstate(all="ignore"):
         for source in sources(problem, plan):
             function, given = source.function(), arguments | dict(source.constants)
             function[(plan.grid,)](**{name: given[name] for name in function.arg_names if name in given})
@@ -609,8 +609,8 @@ def _reasons(problem: Problem) -> list[str]:
         from . import triton_topk
 
         return triton_topk.reasons(problem, device)
-    if plan(problem, device).grid > _MAX_GRID:
-        return [f"{problem.rows} rows of {problem.cols} need more than {_MAX_GRID} programs"]
+    if plan(problem, device).grid > MAX_GRID:
+        return [f"{problem.rows} rows of {problem.cols} need more than {MAX_GRID} programs"]
     return []
 
 
@@ -620,12 +620,7 @@ def _prepare(problem: Problem) -> Kernel:
         from . import triton_topk
 
         return triton_topk.build(problem, triton_topk.plan(problem, device))
-    while True:
-        chosen = plan(problem, device)
-        try:
-            return build(problem, chosen)
-        except driver.DoesNotFit:  # a slice of a GPU, say: do with smaller clusters
-            device = replace(device, max_cluster=chosen.cluster // 2)
+    return driver.prepare_fitting(device, partial(plan, problem), partial(build, problem))
 
 
 _TORCH = Requirement("torch", "pip install 'minikernel[torch]'")

@@ -69,9 +69,9 @@ class TopkPlan:
 def plan(problem: Problem, device: driver.Device) -> TopkPlan:
     """Choose the launches for a problem; a pure function."""
     itemsize, keep = ITEMSIZE[problem.dtype], max(2, power_of_two(problem.k))  # tl.topk keeps two or more
-    x_outer, x_col = (fused._arguments(problem)[name] for name in ("x_outer", "x_col"))
+    x_outer, x_col = (fused.kernel_arguments(problem)[name] for name in ("x_outer", "x_col"))
     widest = 16 // itemsize
-    vector = fused._vector(replace(problem, out_dtype=problem.dtype, out_offset=0))
+    vector = fused.vector_width(replace(problem, out_dtype=problem.dtype, out_offset=0))
     within = x_col != 1 and problem.inner > 8
     extent = problem.inner if within else problem.rows
 
@@ -133,16 +133,16 @@ def _warps(keys: int) -> int:
 
 
 def _arguments(problem: Problem) -> dict[str, int]:
-    return fused._arguments(problem) | {"k": problem.k}
+    return fused.kernel_arguments(problem) | {"k": problem.k}
 
 
-def sources(problem: Problem, plan: TopkPlan) -> list[fused._Source]:
+def sources(problem: Problem, plan: TopkPlan) -> list[fused.KernelSource]:
     """The one or two kernels that a plan launches, in their order."""
     arguments = _arguments(problem)
     constants: dict[str, Any] = {
         name: 1 for name in ("inner", "x_outer", "x_col", "x_inner") if arguments[name] == 1
     }
-    types = {"x": "*" + fused._TYPES[problem.dtype], "out": "*" + fused._TYPES[problem.out_dtype]}
+    types = {"x": "*" + fused.TYPE_NAMES[problem.dtype], "out": "*" + fused.TYPE_NAMES[problem.out_dtype]}
     if plan.picks:
         types["partials"] = "*i64"
     else:
@@ -151,14 +151,14 @@ def sources(problem: Problem, plan: TopkPlan) -> list[fused._Source]:
     divisibility: dict[str, int] = {}
     if plan.vector > 1 and not plan.peel:
         divisibility = {"x": plan.vector * ITEMSIZE[problem.dtype]}
-        divisibility |= {name: plan.vector for name in fused._facts(problem) if name in types}
+        divisibility |= {name: plan.vector for name in fused.alignment_facts(problem) if name in types}
     words = ("cols", "vector", "peel", "parts", "keep", "overlap")
     constants |= {word.upper(): getattr(plan, word) for word in words}
 
-    def source(name: str, warps: int, more: dict[str, Any]) -> fused._Source:
+    def source(name: str, warps: int, more: dict[str, Any]) -> fused.KernelSource:
         compiled_in = tuple((constants | more).items())
         facts = tuple(divisibility.items())
-        return fused._Source(name, tuple(types.items()), compiled_in, facts, warps, "triton_topk_kernels")
+        return fused.KernelSource(name, tuple(types.items()), compiled_in, facts, warps, "triton_topk_kernels")
 
     scan = {"WITHIN": plan.within, "ROWS": plan.rows, "TILES": plan.tiles}
     found = [source("softmax_topk_scan", plan.warps, scan)]
@@ -176,8 +176,8 @@ def reasons(problem: Problem, device: driver.Device) -> list[str]:
     """Why it can't take this problem; empty if it can."""
     if problem.cols > MAX_COLS:
         return [f"it selects from rows of at most {MAX_COLS} elements; these have {problem.cols}"]
-    if max(plan(problem, device).grids) > fused._MAX_GRID:
-        return [f"{problem.rows} rows of {problem.cols} need more than {fused._MAX_GRID} programs"]
+    if max(plan(problem, device).grids) > fused.MAX_GRID:
+        return [f"{problem.rows} rows of {problem.cols} need more than {fused.MAX_GRID} programs"]
     return []
 
 
@@ -189,7 +189,7 @@ def build(problem: Problem, plan: TopkPlan) -> Kernel:
     for source, grid in zip(sources(problem, plan), plan.grids, strict=True):
         scratch = _scratch(problem, plan)
         launch = driver.Launch(grid, 32 * source.warps, overlap=plan.overlap, scratch=scratch, per_call="P")
-        kernels.append(fused._bind(source, problem.index, launch, _arguments(problem)))
+        kernels.append(fused.bind_kernel(source, problem.index, launch, _arguments(problem)))
     if len(kernels) == 1:
         return kernels[0]
     scan, pick = (kernel.run for kernel in kernels)
@@ -205,14 +205,14 @@ def _interpret(problem: Problem, plan: TopkPlan, x: Any, out: Any, stream: int, 
     """Run a plan on NumPy arrays in Triton's interpreter."""
     arguments: dict[str, Any] = {
         **_arguments(problem),
-        "x": fused._pointer(x, problem.dtype),
-        "out": fused._pointer(out, problem.out_dtype),
-        "indices": fused._pointer(indices, "int64"),
+        "x": fused.pointer_to(x, problem.dtype),
+        "out": fused.pointer_to(out, problem.out_dtype),
+        "indices": fused.pointer_to(indices, "int64"),
     }
     if size := _scratch(problem, plan):
         partials = np.empty(size // 8, np.int64)
-        arguments["partials"] = fused._pointer(partials, "int64")
+        arguments["partials"] = fused.pointer_to(partials, "int64")
     # The interpreter keeps its grid in a global, and rows that don't exist make NaN of nothing but -inf.
-    with fused._lock, np.errstate(all="ignore"):
+    with fused.interpreter_lock, np.errstate(all="ignore"):
         for source, grid in zip(sources(problem, plan), plan.grids, strict=True):
             source.function()[(grid,)](**(arguments | dict(source.constants)))
