@@ -54,7 +54,9 @@ def test_shapes_and_ks(route, dtype, failures):
     if dtype not in route.dtypes:
         pytest.skip(f"{route.kind.name} has no {dtype}")
     for shape, dim in SHAPES + (() if INTERPRETED else LONG):
-        for k in (1, 2, 8, 33, 64):
+        # Each of Triton's kernels is compiled for its k, which takes seconds.
+        few = route.backend == "triton-fused" and shape != (5, 1023)
+        for k in (8,) if few else (1, 2, 8, 33, 64):
             if k <= shape[dim] and not (INTERPRETED and k in (2, 33)):
                 with failures.case(f"{k} of {shape} over {dim}"):
                     verify(route, randn(*shape, dtype=dtype), k, dim)

@@ -829,3 +829,14 @@ def test_interpreted_scaled_probabilities_are_accurate_where_they_are_small() ->
 def test_interpreted_columns_are_not_counted_in_vectors_that_lie_along_rows(route: str) -> None:
     x = random((2, 33, 20), "float32")
     assert np.abs(run(x, **ROUTES[route]) - reference(x)).max() <= TOLERANCE["float32"]
+
+
+def test_masks_that_are_out_of_step_take_no_cluster():
+    """Triton spreads a tile over threads by how its loads lie, and the merge of a cluster counts on one way."""
+    for dtype in ("float32", "bfloat16", "float64"):
+        x = replace(problem(4, 60_000), dtype=dtype, out_dtype=dtype)
+        whole = Mask(((4, 60_000),), 1, ())
+        assert plan(replace(x, mask=whole), H200).cluster > 1
+        for mask in (Mask(((4, 1),), 0, ()), Mask(((4, 120_000),), 2, ()), replace(whole, offset=1)):
+            for of in (replace(x, mask=mask), replace(x, mask=mask).backward()):
+                assert plan(of, H200).cluster == 1

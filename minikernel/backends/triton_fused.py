@@ -115,6 +115,12 @@ def _mask_arguments(mask: Mask | None) -> tuple[dict[str, int], dict[str, int | 
     return {name: used[name] for name in unused if name not in compiled_in}, compiled_in
 
 
+def _mask_vector(mask: Mask, vector: int) -> int:
+    """What all strides of a mask that are passed, and its address, are multiples of: at most ``vector``."""
+    given, _ = _mask_arguments(mask)
+    return gcd(vector, mask.offset, *(value for name, value in given.items() if name.startswith("m_")))
+
+
 def _integers(problem: Problem) -> dict[str, int]:
     """All integers that a kernel may be given, in the order of its parameters."""
     return kernel_arguments(problem) | _mask_arguments(problem.mask)[0]
@@ -162,6 +168,17 @@ def _peels(problem: Problem) -> bool:
 
 def plan(problem: Problem, device: driver.Device) -> TritonPlan:
     """Choose the launch for a problem; a pure function."""
+    chosen = _plan(problem, device)
+    mask = problem.mask
+    if mask and chosen.cluster > 1:
+        in_step = mask.col == 1 and not chosen.peel and _mask_vector(mask, chosen.vector) == chosen.vector
+        if not in_step:
+            # Threads that read it would hold other elements than merge_over_cluster counts on.
+            return _plan(problem, replace(device, max_cluster=1))
+    return chosen
+
+
+def _plan(problem: Problem, device: driver.Device) -> TritonPlan:
     if problem.is_backward:
         return _plan_backward(problem, device)
     contiguous = problem.inner == 1 and (problem.strides[1] == 1 or problem.cols == 1)
@@ -412,7 +429,7 @@ def sources(problem: Problem, plan: TritonPlan) -> list[KernelSource]:
         divisibility |= {name: plan.vector for name in alignment_facts(problem) if name in types}
         if problem.mask:
             layout = [name for name in given if name.startswith("m_")]
-            by = gcd(plan.vector, problem.mask.offset, *(given[name] for name in layout))
+            by = _mask_vector(problem.mask, plan.vector)
             divisibility |= dict.fromkeys(("mask", *layout), by) if by > 1 else {}
 
     constants |= {
