@@ -36,7 +36,7 @@ __device__ __forceinline__ void for_each_column(const In* y, const In* dy, const
 }
 
 // tiles: tiles side by side along the rows.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, sizeof(Acc) == 8 ? 2 : 1)
     softmax_backward_columns(const In* y, Out* dx, const In* dy, SCORES_PARAMETERS Layout layout, int tiles) {
     const Scores scores = SCORES_ARGUMENTS;
     __shared__ Acc partials[kGroups][LANES * kWide + 1];

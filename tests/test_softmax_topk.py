@@ -304,4 +304,4 @@ def test_triton_in_the_interpreter():
     pytest.importorskip("triton")
     if INTERPRETED:
         pytest.skip("this is that process")
-    assert "passed" in in_the_interpreter(__file__, "triton and not float64")
+    assert "passed" in in_the_interpreter(__file__, "triton and (layouts or half or far or float32-finite)")

@@ -347,14 +347,15 @@ def _split_over_grid(problem: Problem, packs: int, device: Device, largest_clust
     """All rows at once, over all multiprocessors."""
     if not device.cooperative:
         return None
+    vectors = 4 if device.capability >= 80 else 3  # there the compiler needs more registers
     for threads, blocks_per_sm in ((512, 1), (256, _full_blocks(problem, 256))):
         parts = device.sm_count * blocks_per_sm // problem.rows
         room = _room(device, blocks_per_sm, threads)
-        if parts > 1 and ceil_div(share_of(packs, parts), threads) <= 4 + room:
-            return _Split(parts, threads, 4, cooperative=True)
+        if parts > 1 and ceil_div(share_of(packs, parts), threads) <= vectors + room:
+            return _Split(parts, threads, vectors, cooperative=True)
     # What the chip can't hold is read twice, but by all of it.
     parts = device.sm_count // problem.rows
-    return _Split(parts, 512, 4, cooperative=True) if parts > largest_cluster else None
+    return _Split(parts, 512, vectors, cooperative=True) if parts > largest_cluster else None
 
 
 def _plan_strided(problem: Problem, device: Device) -> StridedPlan:
