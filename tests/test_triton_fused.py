@@ -318,12 +318,13 @@ def test_importing_the_backend_imports_no_framework() -> None:
 # The numerics
 
 
-def test_numerics_in_the_interpreter() -> None:
+@pytest.mark.parametrize("which", ["not features", "features"])
+def test_numerics_in_the_interpreter(which: str) -> None:
     pytest.importorskip("triton")
     pytest.importorskip("torch")
     if INTERPRETED:
         pytest.skip("this is that process")
-    assert "passed" in in_the_interpreter(__file__, "interpreted")
+    assert "passed" in in_the_interpreter(__file__, f"interpreted and {which}")
 
 
 def reference(
@@ -502,7 +503,7 @@ def pretend_cluster(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
         cluster = found[block * PARTS : (block + 1) * PARTS]
         maxima, totals = (np.concatenate(values) for values in zip(*cluster, strict=True))
         row_maximum = np.fmax.reduce(maxima, axis=None)
-        factor = 1 if scale is None else float(scale.handle.data[0])
+        factor = 1 if scale is None else float(scale.handle.data[0]) / 2  # it is for differences of halves
         row_total = (totals * np.exp((maxima - row_maximum) * factor)).sum()
         return tuple(tl.full((1,), float(value), maximum.dtype) for value in (row_maximum, row_total))
 
@@ -664,8 +665,8 @@ FEATURES = {
     "all": {"scale": -2.5, "mask": True, "causal": True},
 }
 #: Rows in tiles, in a program's pieces, in a cluster's and in parts of two launches.
-#: The others are in test_scores.py.
-FEATURE_DTYPES = ("bfloat16", "float64")
+#: test_scores.py has float32, and on a GPU all of them.
+FEATURE_DTYPES = ("bfloat16",)
 FEATURE_ROUTES: dict[str, dict[str, object]] = {
     **ROUTES,
     "pieces": {"rows": 1, "tiles": 3, "pieces": 2, "warps": 2},
@@ -712,7 +713,7 @@ def check_values(found: np.ndarray, expected: np.ndarray, dtype: str, op: str, c
 
 
 @interpreted
-@pytest.mark.parametrize("route", FEATURE_ROUTES)
+@pytest.mark.parametrize("route", ["planned", "split", "packed"])
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", FEATURE_DTYPES)
 def test_interpreted_features(dtype: str, feature: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -730,7 +731,7 @@ def test_interpreted_features(dtype: str, feature: str, route: str, monkeypatch:
 
 
 @interpreted
-@pytest.mark.parametrize("route", ["planned", "long", "pieces"])
+@pytest.mark.parametrize("route", ["long", "pieces"])
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", FEATURE_DTYPES)
 def test_interpreted_gradients_with_features(dtype: str, feature: str, route: str) -> None:

@@ -157,7 +157,7 @@ def test_numerics_in_the_interpreter() -> None:
     pytest.importorskip("torch")
     if INTERPRETED:
         pytest.skip("this is that process")
-    assert "passed" in in_the_interpreter(__file__, "interpreted")
+    assert "passed" in in_the_interpreter(__file__, "interpreted and not (float64 or bfloat16)")
 
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
