@@ -250,7 +250,8 @@ def scores_macros(
 @pytest.mark.parametrize(("causal", "aligned"), [(False, True), (True, True), (False, False)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_with_scores(dtype, causal, aligned, failures):
-    for file, macros in scores_macros("softmax", dtype, 90, causal, aligned):
+    every = 1 if aligned and not causal else 2  # each takes a second
+    for file, macros in scores_macros("softmax", dtype, 90, causal, aligned)[::every]:
         with failures.case(f"{file} {macros}"):
             assert_lean(file, macros, 90)
 
