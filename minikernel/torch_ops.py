@@ -221,11 +221,7 @@ def _by_pytorch(
 def _screened(x: torch.Tensor, asked: Scores, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
     """The scores as the softmax is to see them, in PyTorch's operations: half types in float32."""
     asked = asked.checked()
-    if asked.causal:
-        check_causal(x.shape, dim)
-    if asked.mask is not None:
-        check_boolean(str(asked.mask.dtype).removeprefix("torch."))
-        check_broadcast(asked.mask.shape, x.shape)
+    _check_scores(x, dim, asked)
     if dtype is not None:
         x = x.to(dtype)
     if x.dtype in _HALF_DTYPES:
@@ -365,12 +361,18 @@ def _check_arguments(op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | No
     """What a call that is recorded would refuse only once it runs; returns the axis."""
     axis = normalize_dim(dim, x.dim())
     api.check_dtypes(x, dtype, op)
-    if asked is not None and asked.mask is not None:
+    if asked is not None:
+        _check_scores(x, axis, asked)
+    return axis
+
+
+def _check_scores(x: torch.Tensor, axis: int, asked: Scores) -> None:
+    """What an eager call checks of mask and causality, in its order."""
+    if asked.mask is not None:
         check_boolean(str(asked.mask.dtype).removeprefix("torch."))
         check_broadcast(asked.mask.shape, x.shape)
-    if asked is not None and asked.causal:
+    if asked.causal:
         check_causal(x.shape, axis)
-    return axis
 
 
 def _asked(scores: tuple[Any, ...]) -> Scores | None:
