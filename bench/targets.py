@@ -228,25 +228,21 @@ def over_scipy(from_elements: int) -> Callable[[Evidence], Values]:
 
 def gradient(impl: str) -> Callable[[Evidence], Values]:
     """The gradient's time over that of a copy of as many bytes; on the grid ``gradients``."""
-
-    def values(found: Evidence) -> Values:
-        for task in grid_tasks("gradients", DEFAULT_DTYPES):
-            row = found.rows.get((BACKWARD["softmax"], *_key(task)[1:]), {})
-            yield _over(_time(row.get(impl)), _time(row.get(COPY))), _where(task.dtype, task.layout, task.case.name)
-
-    return values
+    return _grid_ratio("gradients", BACKWARD["softmax"], impl, COPY)
 
 
 def topk(impl: str) -> Callable[[Evidence], Values]:
     """How much longer ``torch.topk`` of ``F.softmax`` takes; on the grid ``topk``."""
+    return _grid_ratio("topk", TOPK, TORCH, impl)
+
+
+def _grid_ratio(grid: str, op: str, impl: str, base: str) -> Callable[[Evidence], Values]:
+    """The time of ``impl`` over that of ``base``, at every task of a grid."""
 
     def values(found: Evidence) -> Values:
-        for task in grid_tasks("topk", DEFAULT_DTYPES):
-            row = found.rows.get((TOPK, *_key(task)[1:]), {})
-            yield (
-                _over(_time(row.get(TORCH)), _time(row.get(impl))),
-                _where(task.dtype, task.layout, task.case.name),
-            )
+        for task in grid_tasks(grid, DEFAULT_DTYPES):
+            row = found.rows.get((op, *_key(task)[1:]), {})
+            yield _over(_time(row.get(impl)), _time(row.get(base))), _where(task.dtype, task.layout, task.case.name)
 
     return values
 
