@@ -35,6 +35,18 @@ struct MaskLayout {
     }
 };
 
+// The bits to flip in the i-th word of a pack to negate its elements.
+__device__ __forceinline__ constexpr uint sign_bits(int i) {
+    if (sizeof(In) == 8) return i % 2 ? 0x80000000 : 0;
+    return sizeof(In) == 4 ? 0x80000000 : kWide == 1 ? 0x8000 : 0x80008000;
+}
+
+// -inf twice, for elements of two bytes.
+__device__ __forceinline__ uint lowest_pair() {
+    Pack<In> lowest_pack = empty_pack();
+    return lowest_pack.words[0];
+}
+
 // A mask's bytes for a pack; nonzero keeps.
 struct Keep {
 #if MASK
@@ -49,23 +61,23 @@ struct Keep {
         asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(kept) : "r"(halves + 0x7fff7fff));
         return kept;
     }
+    // -inf for what isn't kept.
+    __device__ __forceinline__ void apply(Pack<In>& pack) const {
+#pragma unroll
+        for (int i = 0; i < kWide; ++i) {
+            if constexpr (sizeof(In) > 2 || kWide == 1) {
+                if (!of(i)) pack.at[i] = lowest(In());
+            } else if (i % 2 == 0) {
+                const uint kept = pair(i);
+                pack.words[i / 2] = (pack.words[i / 2] & kept) | (lowest_pair() & ~kept);
+            }
+        }
+    }
 #else
     __device__ __forceinline__ bool of(int) const { return true; }
-    __device__ __forceinline__ uint pair(int) const { return ~0u; }
+    __device__ __forceinline__ void apply(Pack<In>&) const {}
 #endif
 };
-
-// The bits to flip in the i-th word of a pack to negate its elements.
-__device__ __forceinline__ constexpr uint sign_bits(int i) {
-    if (sizeof(In) == 8) return i % 2 ? 0x80000000 : 0;
-    return sizeof(In) == 4 ? 0x80000000 : kWide == 1 ? 0x8000 : 0x80008000;
-}
-
-// -inf twice, for elements of two bytes.
-__device__ __forceinline__ uint lowest_pair() {
-    Pack<In> lowest_pack = empty_pack();
-    return lowest_pack.words[0];
-}
 
 // What packs go through before the softmax sees them. A pack's elements are neighbors along a row, or, with ACROSS, one
 // in each of neighboring rows.
@@ -141,17 +153,7 @@ template <bool ACROSS> struct Screen {
 #pragma unroll
             for (int i = 0; i < int(sizeof(pack) / 4); ++i) pack.words[i] ^= sign_bits(i);
         }
-        if constexpr (MASK && sizeof(In) == 2 && kWide > 1) {
-#pragma unroll
-            for (int i = 0; i < kWide; i += 2) {
-                const uint kept = keep.pair(i);
-                pack.words[i / 2] = (pack.words[i / 2] & kept) | (lowest_pair() & ~kept);
-            }
-        } else if constexpr (MASK) {
-#pragma unroll
-            for (int i = 0; i < kWide; ++i)
-                if (!keep.of(i)) pack.at[i] = lowest(In());
-        }
+        keep.apply(pack);
         if (CAUSAL && (ACROSS || !reaches(col, kWide - 1))) {
 #pragma unroll
             for (int i = 0; i < kWide; ++i)

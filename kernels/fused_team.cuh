@@ -86,6 +86,31 @@ __device__ __forceinline__ Partial merge(Partial a, Partial b, Scale scale) {
     return {max, a.sum * rescale(a.max, max, scale) + b.sum * rescale(b.max, max, scale)};
 }
 
+// What one thread knows of its part of the row: the online update of Milakov & Gimelshein, algorithm 3. COMPENSATED:
+// of any number of terms.
+template <bool COMPENSATED> struct Running {
+    Scale scale;
+    Partial partial = Partial::empty();
+    Acc lost = 0;
+
+    __device__ __forceinline__ explicit Running(Scale scale) : scale(scale) {}
+    __device__ __forceinline__ void raise_max(Acc max) {
+        const Acc factor = rescale(partial.max, max, scale);
+        partial = {max, partial.sum * factor};
+        if constexpr (COMPENSATED) lost *= factor;
+    }
+    __device__ __forceinline__ void add_terms(Acc sum) {
+        if constexpr (COMPENSATED)
+            add(partial.sum, lost, sum);
+        else
+            partial.sum += sum;
+    }
+    __device__ __forceinline__ void take(Acc single) {
+        raise_max(fmax(partial.max, single));
+        add_terms(Term(partial.max, scale).roughly(single));
+    }
+};
+
 // From x to the output, once the whole row's max and sum are known.
 struct Finish {
     Term term;

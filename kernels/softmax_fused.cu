@@ -26,7 +26,7 @@
 //   2048 x 128256    TEAM 0, CLUSTER 8, VECTORS 4, SHARED 1         a row 8 such blocks
 //   8 x 1048576      TEAM 0, GRID 1, VECTORS 4, SHARED 1            a row 16 blocks of 512 threads
 //
-// Read it in that order: what is kResident first, the rest (Running, clusters, the grid) after.
+// Read it in that order: what is kResident first, the rest (Running of fused_team.cuh, clusters, the grid) after.
 
 #include "common.cuh"
 #include "fused_memory.cuh"
@@ -78,41 +78,18 @@ __device__ __forceinline__ Acc sum_of(const Pack<In>& pack, const Term& term) {
     return sum;
 }
 
-// What one thread knows of its part of the row: the online update of Milakov & Gimelshein, algorithm 3.
-struct Running {
-    Scale scale;
-    Partial partial = Partial::empty();
-    Acc lost = 0;
-
-    __device__ __forceinline__ explicit Running(Scale scale) : scale(scale) {}
-    __device__ __forceinline__ void raise_max(Acc max) {
-        const Acc factor = rescale(partial.max, max, scale);
-        partial = {max, partial.sum * factor};
-        if constexpr (STREAMED) lost *= factor;
-    }
-    __device__ __forceinline__ void add_terms(Acc sum) {
-        if constexpr (STREAMED)  // any number of them: compensated
-            add(partial.sum, lost, sum);
-        else
-            partial.sum += sum;
-    }
-    // Several packs at a time: one rescaling serves them all.
-    template <int N> __device__ __forceinline__ void take(const Pack<In>* packs) {
-        Acc max = partial.max;
+// Packs are taken several at a time: one rescaling serves them all.
+template <int N> __device__ __forceinline__ void take(Running<STREAMED>& mine, const Pack<In>* packs) {
+    Acc max = mine.partial.max;
 #pragma unroll
-        for (int v = 0; v < N; ++v) max = max_of(packs[v], max);
-        raise_max(max);
-        const Term term(max, scale);
-        Acc sum = 0;
+    for (int v = 0; v < N; ++v) max = max_of(packs[v], max);
+    mine.raise_max(max);
+    const Term term(max, mine.scale);
+    Acc sum = 0;
 #pragma unroll
-        for (int v = 0; v < N; ++v) sum += sum_of(packs[v], term);
-        add_terms(sum);
-    }
-    __device__ __forceinline__ void take(Acc single) {
-        raise_max(fmax(partial.max, single));
-        add_terms(Term(partial.max, scale).roughly(single));
-    }
-};
+    for (int v = 0; v < N; ++v) sum += sum_of(packs[v], term);
+    mine.add_terms(sum);
+}
 
 __device__ __forceinline__ Pack<Out> finish_pack(const Finish& finish, const Pack<In>& pack) {
     Pack<Out> result;
@@ -120,34 +97,23 @@ __device__ __forceinline__ Pack<Out> finish_pack(const Finish& finish, const Pac
     return result;
 }
 
-// A pack of the row, as the softmax is to see it.
-__device__ __forceinline__ Pack<In> read_screened(const In* row, long long col, const Screen<false>& screen) {
+// The pack at `from`, in the row's column `col`, as the softmax is to see it.
+__device__ __forceinline__ Pack<In> read_screened(const In* from, long long col, const Screen<false>& screen) {
     Pack<In> pack = empty_pack();
     const bool wanted = screen.reaches(col);
-    load(pack, row + col, wanted);
+    load(pack, from, wanted);
     const Keep keep = screen.keep(col, wanted);
     if (wanted) screen.apply(pack, keep, col);
     return pack;
 }
 
-// N packs in slots of this thread, `step` apart, as the softmax is to see them: so they stay there. The first is at
-// `col`.
-template <int N>
-__device__ __forceinline__ void read_slots(Pack<In> (&packs)[N], Pack<In>* slots, int step, long long col,
-                                           const Screen<false>& screen) {
-    Keep keeps[N];
-    auto at = [&](int i) { return col + i * 32 * kWide; };
-#pragma unroll
-    for (int i = 0; i < N; ++i) keeps[i] = screen.keep(at(i), screen.reaches(at(i)));
-#pragma unroll
-    for (int i = 0; i < N; ++i) packs[i] = read_slot(slots + i * step);
-    if constexpr (SCORES) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            if (screen.reaches(at(i))) screen.apply(packs[i], keeps[i], at(i));
-            slots[i * step] = packs[i];
-        }
-    }
+// Starts to bring the pack at `from`, in the row's column `col`, to a slot of this thread.
+__device__ __forceinline__ void load_slot(Pack<In>* slot, const In* from, long long col, const Screen<false>& screen) {
+    if (screen.reaches(col)) {
+        load_async(slot, from);
+        screen.prefetch(col);
+    } else
+        *slot = empty_pack();
 }
 
 // Softmax of one part of a row, or by lanes of a warp of several short rows. `others` stands for the blocks that have
@@ -176,8 +142,9 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
     const uint begin = min(part * share, span.vectors);
     const uint count = in_range ? min(share, span.vectors - begin) : 0;
     const long long part_col = span.head + (long long)begin * kWide;
-    const In* in_part = in + part_col;
-    Out* to_part = to + part_col;
+    // Not by way of part_col: of that the compiler makes other, slower code where blocks share a row.
+    const In* in_part = in + span.head + (long long)begin * kWide;
+    Out* to_part = to + span.head + (long long)begin * kWide;
 
     // Of these, each warp holds a contiguous run: DRAM likes that better than a stride of the whole block.
     const uint held = VECTORS + (SHARED ? shared_vectors : 0);
@@ -201,14 +168,9 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
     const int group = (shared_vectors + kGroups - 1) / kGroups;
     if constexpr (SHARED)
         for (int g = 0; g < kGroups; ++g) {
-            for (int v = g * group; v < min(held_slots, (g + 1) * group); ++v) {
-                const long long offset = (VECTORS + v) * 32 * kWide;
-                if (screen.reaches(run_col + offset)) {
-                    load_async(slots + v * blockDim.x, in_run + offset);
-                    screen.prefetch(run_col + offset);
-                } else
-                    slots[v * blockDim.x] = empty_pack();
-            }
+            for (int v = g * group; v < min(held_slots, (g + 1) * group); ++v)
+                load_slot(slots + v * blockDim.x, in_run + (VECTORS + v) * 32 * kWide,
+                          run_col + (VECTORS + v) * 32 * kWide, screen);
             end_group();
         }
     // The elements outside the packs; rows that begin and end at a pack have none.
@@ -260,24 +222,35 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
         row_partial.sum = TEAM ? sum : sum_over_block(sum, warp_slots);
     } else {
         // What this thread holds, as it arrives; then what is too much to hold.
-        Running mine(scale);
+        Running<STREAMED> mine(scale);
 #pragma unroll
-        for (int c = 0; c + kChunk <= VECTORS; c += kChunk) mine.take<kChunk>(packs + c);
-        if constexpr (VECTORS % kChunk) mine.take<VECTORS % kChunk>(packs + VECTORS / kChunk * kChunk);
+        for (int c = 0; c + kChunk <= VECTORS; c += kChunk) take<kChunk>(mine, packs + c);
+        if constexpr (VECTORS % kChunk) take<VECTORS % kChunk>(mine, packs + VECTORS / kChunk * kChunk);
         if constexpr (SHARED) {
             auto take_group = [&](int g) {
                 const int stop = min(held_slots, (g + 1) * group);
                 int v = g * group;
-                auto col = [&] { return run_col + (VECTORS + v) * 32 * kWide; };
+                auto col = [&](int i) { return run_col + (VECTORS + v + i) * 32 * kWide; };
+                auto keep = [&](int i) { return screen.keep(col(i), screen.reaches(col(i))); };
+                // As the softmax is to see it: so it goes back to its slot.
+                auto apply = [&](Pack<In>& pack, const Keep& keep, int i) {
+                    if constexpr (SCORES) {
+                        if (screen.reaches(col(i))) screen.apply(pack, keep, col(i));
+                        slots[(v + i) * blockDim.x] = pack;
+                    }
+                };
                 for (; v + 1 < stop; v += 2) {
-                    Pack<In> pair[2];
-                    read_slots(pair, slots + v * blockDim.x, blockDim.x, col(), screen);
-                    mine.take<2>(pair);
+                    const Keep keeps[2] = {keep(0), keep(1)};
+                    Pack<In> pair[2] = {read_slot(slots + v * blockDim.x), read_slot(slots + (v + 1) * blockDim.x)};
+                    apply(pair[0], keeps[0], 0);
+                    apply(pair[1], keeps[1], 1);
+                    take<2>(mine, pair);
                 }
                 if (v < stop) {
-                    Pack<In> one[1];
-                    read_slots(one, slots + v * blockDim.x, blockDim.x, col(), screen);
-                    mine.take<1>(one);
+                    const Keep last_keep = keep(0);
+                    Pack<In> last = read_slot(slots + v * blockDim.x);
+                    apply(last, last_keep, 0);
+                    take<1>(mine, &last);
                 }
             };
             wait_for_groups<3>(), take_group(0);
@@ -290,8 +263,8 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
             for (int s = 0; s < kSingles; ++s) mine.take(singles[s]);
         if constexpr (STREAMED)
             for (uint at = held * members + member; at < count; at += members) {
-                const Pack<In> pack = read_screened(in, part_col + (long long)at * kWide, screen);
-                mine.take<1>(&pack);
+                const Pack<In> pack = read_screened(in_part + (long long)at * kWide, part_col + (long long)at * kWide, screen);
+                take<1>(mine, &pack);
             }
 
         row_partial = merge_over_lanes<kLanes>(mine.partial, scale);
@@ -324,7 +297,7 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
     }
     if constexpr (STREAMED)
         for (uint at = held * members + member; at < count; at += members) {
-            const Pack<In> pack = read_screened(in, part_col + (long long)at * kWide, screen);
+            const Pack<In> pack = read_screened(in_part + (long long)at * kWide, part_col + (long long)at * kWide, screen);
             store(to_part + (long long)at * kWide, finish_pack(finish, pack));
         }
     if (has_singles)
@@ -343,15 +316,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #if CLUSTER > 1
     __shared__ Partial block_slots[CLUSTER];
     Cluster others(block_slots, scores.abs_scale());
+    wait_for_predecessor();
     const uint part = block_in_cluster(), parts = CLUSTER;
 #elif GRID
-    const uint parts = gridDim.x / uint(layout.rows), part = blockIdx.x % parts;
-    Grid others{scratch, parts, scores.abs_scale()};
+    wait_for_predecessor();
+    Grid others{scratch, gridDim.x / uint(layout.rows), scores.abs_scale()};
+    const uint parts = others.parts, part = blockIdx.x % parts;
 #else
+    wait_for_predecessor();
     Alone others;
     constexpr uint part = 0, parts = 1;
 #endif
-    wait_for_predecessor();
     const long long row = TEAM ? ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kLanes : blockIdx.x / parts;
     softmax_of_part(x, out, layout, scores, shared_vectors, row, part, parts, others);
 }

@@ -13,6 +13,7 @@
 //   TEAM       32: each warp has a row of its own, of one chunk; 0: the whole block shares one
 //   CLUSTER    blocks of a cluster that share a row; 1: no cluster
 //   VECTORS    packs of a chunk that a lane takes
+//   STREAMED   1: there is more than one chunk a warp
 //   HELD       entries of the list that a lane holds: 1 for k up to 32, 2 for more
 //   WIDE       elements a pack: 16 bytes of input, or 1 where a row's elements aren't neighbors
 //   THREADS, BLOCKS   most threads a block, fewest blocks a multiprocessor: the register budget
@@ -173,22 +174,17 @@ __device__ __forceinline__ void for_each_of_best(const Candidate* candidates, in
     }
 }
 
-// What one thread knows of the row's max and sum, as in softmax_fused.cu; for any number of chunks.
-struct Running {
-    Partial partial = Partial::empty();
-    Acc lost = 0;
-
-    template <int N> __device__ __forceinline__ void take(const Acc (&values)[N], Acc max_of_values) {
-        const Acc max = fmax(partial.max, max_of_values), factor = rescale(partial.max, max, Scale());
-        partial = {max, partial.sum * factor};
-        lost *= factor;
-        const Term term(max, Scale());
-        Acc sum = 0;
+// A chunk's elements are taken together: one rescaling serves them all.
+template <int N>
+__device__ __forceinline__ void take(Running<STREAMED>& running, const Acc (&values)[N], Acc max_of_values) {
+    const Acc max = fmax(running.partial.max, max_of_values);
+    running.raise_max(max);
+    const Term term(max, Scale());
+    Acc sum = 0;
 #pragma unroll
-        for (int e = 0; e < N; ++e) sum += term.roughly(values[e]);
-        add(partial.sum, lost, sum);
-    }
-};
+    for (int e = 0; e < N; ++e) sum += term.roughly(values[e]);
+    running.add_terms(sum);
+}
 
 // A key that at least k elements reach, from the best of each thread's: the k-th largest of the maxes of groups of
 // neighboring lanes. There are k groups and more, as blocks have 64 threads and more.
@@ -294,9 +290,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     // The elements outside the packs, one a lane.
     const bool has_singles = kWide > 1 && part == 0 && warp == 0 && (span.head || span.tail);
     const int single = has_singles ? int(span.single(lane)) : -1;
-    const Acc single_value[1] = {single >= 0 ? to_acc(in[single]) : lowest(Acc())};
+    const Acc single_value = single >= 0 ? to_acc(in[single]) : lowest(Acc());
 
-    Running running;
+    Running<STREAMED> running{Scale()};
     List list;
     auto take_chunk = [&](const Pack<In>* packs, bool is_first) {
         Acc values[kElements], max_of_values = lowest(Acc());
@@ -305,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             values[e] = element(packs[e / kWide], e % kWide);
             max_of_values = fmax(max_of_values, values[e]);
         }
-        running.take(values, max_of_values);
+        take(running, values, max_of_values);
         // Subnormals count as 0 on both sides; and a bound that is no number is NaN, which stops nothing.
         if (!is_first && !__any_sync(kAll, !(max_of_values < value_of(list.bound.key)))) return;
         Key keys[kElements];
@@ -333,8 +329,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         } while (at - lane < end);
     }
     if (has_singles) {
-        running.take(single_value, single_value[0]);
-        Key keys[1] = {single >= 0 ? key_of(single_value[0]) : 0};
+        running.take(single_value);
+        Key keys[1] = {single >= 0 ? key_of(single_value) : 0};
         list.take(keys, k, [&](int) { return uint(single); });
     }
 

@@ -110,6 +110,7 @@ def plan(problem: Problem, device: Device) -> TopkPlan:
     return replace(
         by_warp,
         team=0,
+        streamed=True,
         vectors=vectors,
         threads=max(_FEWEST_THREADS, min(most, threads)),
         blocks_per_sm=blocks_per_sm,
