@@ -147,6 +147,14 @@ def test_a_half_type_stays_packed_where_registers_are_short() -> None:
     assert plan(problem(4096, 32768, dtype="bfloat16"), H200).packed
     assert not plan(problem(4096, 32768), H200).packed
     assert not plan(problem(4096, 256, dtype="bfloat16"), H200).packed
+    gradients = [problem(4096, cols, dtype="bfloat16", op="softmax_backward") for cols in (8192, 16384)]
+    assert [plan(given, H200).packed for given in gradients] == [False, True]
+
+
+def test_only_small_inputs_are_the_first_to_leave_the_l2_cache() -> None:
+    assert plan(problem(512, 600), H200).evicted
+    assert not plan(problem(4096, 600), H200).evicted
+    assert not plan(problem(512, 600, op="softmax_backward"), H200).evicted
 
 
 def test_programs_have_more_warps_where_many_follow_one_another() -> None:
@@ -287,6 +295,18 @@ def test_parameters_are_two_or_three_pointers_and_the_run_time_integers(given: P
         assert [name for name, _ in source.types][:pointers] == ["x", "out", "partials"][:pointers]
         assert params[: pointers + integers] == ["pointer"] * pointers + [".u64"] * integers
         assert len(params) <= pointers + integers + 2  # Triton's own, for which the driver passes null
+
+
+@compiled
+@pytest.mark.parametrize(
+    "given", [problem(512, 600), problem(8, 128256), problem(4096, 1024, op="softmax_backward")]
+)
+def test_a_successor_starts_once_all_loads_are_on_their_way(given: Problem) -> None:
+    pytest.importorskip("triton")
+    (kernel,) = compile_for(given, 90)
+    ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
+    at = [ptx.index(f"griddepcontrol.{word}") for word in ("wait", "launch_dependents")]
+    assert at[0] < ptx.index("ld.global") < ptx.rindex("ld.global") < at[1] < ptx.index("st.global")
 
 
 @compiled

@@ -93,10 +93,20 @@ def begin(PARTS: tl.constexpr, CLUSTER: tl.constexpr, OVERLAP: tl.constexpr):
     if CLUSTER and PARTS > 1:
         enter_cluster()
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0).to(tl.int64)
     return program // PARTS, program % PARTS
+
+
+@triton.jit
+def let_successor_start(OVERLAP: tl.constexpr):
+    """Let the stream's next launch start, which waits for this one's end all the same.
+
+    Once this program's loads are on their way: a launch that starts sooner takes the place of programs that have
+    theirs ahead.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -131,9 +141,10 @@ def find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS: tl.constexpr, W
 
 @triton.jit
 def find_mask_rows(
-    block, outer, inner, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS: tl.constexpr, WITHIN: tl.constexpr
-):
-    """Where a block's rows start in the mask.
+    mask, first, block, outer, inner, m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3,
+    ROWS: tl.constexpr, WITHIN: tl.constexpr,
+):  # fmt: skip
+    """Where column ``first`` of a block's rows lies in the mask.
 
     Its axes have strides m_0 to m_3 and, but for the slowest, extents n_1 to n_3. They span outer if there is
     an m_inner, the only stride over inner; else both.
@@ -141,15 +152,15 @@ def find_mask_rows(
     o, i, _ = locate(block, outer, inner, ROWS, WITHIN)
     if m_inner is None:
         row = o * inner + i
-        start = 0
+        start = first * m_col
     else:
         row = o
-        start = i * m_inner
+        start = i * m_inner + first * m_col
     start += row % n_3 * m_3
     row = row // n_3
     start += row % n_2 * m_2
     row = row // n_2
-    return start + row % n_1 * m_1 + row // n_1 * m_0
+    return mask + (start + row % n_1 * m_1 + row // n_1 * m_0)
 
 
 @triton.jit
@@ -284,12 +295,11 @@ def tile_columns(ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr, PI
 
 
 @triton.jit
-def split_scale(scale):
-    """The bit of its sign, and twice its magnitude: for the difference of halves, which can't overflow."""
+def sign_of(scale):
+    """The bit of its sign."""
     BITS: tl.constexpr = tl.int64 if scale.dtype == tl.float64 else tl.int32
     LOWEST: tl.constexpr = -(2**63) if scale.dtype == tl.float64 else -(2**31)
-    sign = scale.to(BITS, bitcast=True) & LOWEST
-    return sign, 2.0 * tl.abs(scale)
+    return scale.to(BITS, bitcast=True) & LOWEST
 
 
 @triton.jit
@@ -387,13 +397,14 @@ def softmax_tile(
     m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3,
     LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
     PIECES: tl.constexpr, VECTOR: tl.constexpr, PEEL: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
-    PARTS: tl.constexpr, OVERLAP: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, SCALED: tl.constexpr,
+    PARTS: tl.constexpr, POLICY: tl.constexpr, OVERLAP: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Softmax of rows of at most PARTS * PIECES * TILES * COLS columns.
 
     Either ROWS or PIECES is 1, and PIECES the number of warps where it isn't. EVEN: the tiles cover the input
     exactly. PACKED: elements of a half type stay in registers as they were read, twice as many, and each step
-    unpacks them again.
+    unpacks them again. POLICY: of the L2 cache, for what is read.
     """
     LINES: tl.constexpr = ROWS * PIECES
     # Several rows read the vectors that they share with neighbors whole, which is safe: allocations have a multiple
@@ -406,17 +417,12 @@ def softmax_tile(
     block, part = begin(PARTS, True, OVERLAP)
     x_start, out_start, exists = find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS, WITHIN)
     x_row, out_row, lead = find_lead(x + x_start, out + out_start, VECTOR, PEEL)
-    sign = None
-    if SCALED:
-        sign, scale = split_scale(scale)
-    else:
-        scale = None
+    sign = sign_of(scale) if SCALED else None
+    scale = 2.0 * tl.abs(scale) if SCALED else None  # for differences of halves, which can't overflow
     mask_row = None
     if MASKED:
-        mask_row = (
-            mask
-            + find_mask_rows(block, outer, inner, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN)
-            - lead * m_col
+        mask_row = find_mask_rows(
+            mask, -lead, block, outer, inner, m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN
         )
 
     # This part's columns, counted from where the row's first vector starts.
@@ -445,7 +451,7 @@ def softmax_tile(
             if PEEL and tile == 0:
                 there = there & (col >= start)
         tile_values = read(
-            x_part + at * x_col, mask_part, at * m_col, there, inside, sign, "evict_first", PACKED, SHARED_VECTORS
+            x_part + at * x_col, mask_part, at * m_col, there, inside, sign, POLICY, PACKED, SHARED_VECTORS
         )
         values = values + (tile_values,)
     if PEEL:
@@ -453,8 +459,9 @@ def softmax_tile(
         edge_there = exists & edge_there
         inside = edge < kept_end if CAUSAL else None
         edge_values = read(
-            x_row + edge, mask_row, edge * m_col, edge_there, inside, sign, "evict_first", False, SHARED_VECTORS
+            x_row + edge, mask_row, edge * m_col, edge_there, inside, sign, POLICY, False, SHARED_VECTORS
         )
+    let_successor_start(OVERLAP)
 
     maxima = unpack(values[0])
     for tile in tl.static_range(1, TILES):
@@ -493,10 +500,11 @@ def softmax_tile(
         there = None if EVEN else exists & (col < whole - tile * COLS)
         if PEEL and tile == 0:
             there = there & (col >= start)
+        tile_values = unpack(forget(values[tile], zero + zero, PACKED))
         if LOG:
-            result = normalize(unpack(values[tile]), row_maximum, total, LOG, PRECISE, scale)
+            result = normalize(tile_values, row_maximum, total, LOG, PRECISE, scale)
         elif PACKED:
-            result = power(unpack(forget(values[tile], zero + zero, PACKED)), row_maximum, PRECISE, scale) * factor
+            result = power(tile_values, row_maximum, PRECISE, scale) * factor
         else:
             result = terms[tile] * factor
         tl.store(out_part + at * inner, result, mask=there, cache_modifier=".cs")
@@ -524,17 +532,12 @@ def softmax_long(
     block, part = begin(PARTS, False, OVERLAP)
     x_start, out_start, exists = find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS, WITHIN)
     x_row, out_row, lead = find_lead(x + x_start, out + out_start, VECTOR, PEEL)
-    sign = None
-    if SCALED:
-        sign, scale = split_scale(scale)
-    else:
-        scale = None
+    sign = sign_of(scale) if SCALED else None
+    scale = 2.0 * tl.abs(scale) if SCALED else None  # for differences of halves, which can't overflow
     mask_row = None
     if MASKED:
-        mask_row = (
-            mask
-            + find_mask_rows(block, outer, inner, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN)
-            - lead * m_col
+        mask_row = find_mask_rows(
+            mask, -lead, block, outer, inner, m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN
         )
 
     end = lead + cols
@@ -570,6 +573,7 @@ def softmax_long(
             total *= power(maximum, higher, PRECISE, scale)
             total += sum_of_lines(power(edge_values, higher, PRECISE, scale), ROWS)
             maximum = higher
+    let_successor_start(OVERLAP)
 
     if PARTS > 1:  # a row's partials lie together, and each is a maximum and a sum
         row = block if ROWS == 1 else block * ROWS + tl.arange(0, ROWS)[:, None]
@@ -619,10 +623,14 @@ def product(y, dy, kept, LOG: tl.constexpr):
 def softmax_backward_tile(
     y, out, dy, mask, scale, outer, cols, inner, m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3,
     LOG: tl.constexpr, WITHIN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
-    PIECES: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, SCALED: tl.constexpr,
+    PIECES: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient for rows of at most PARTS * PIECES * TILES * COLS columns; all arrays are contiguous."""
+    """The gradient for rows of at most PARTS * PIECES * TILES * COLS columns; all arrays are contiguous.
+
+    Nothing is read with a policy: if all of it were the first to leave the L2 cache, what others have left there
+    would stay.
+    """
     LINES: tl.constexpr = ROWS * PIECES
     PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
     ACC: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
@@ -632,14 +640,11 @@ def softmax_backward_tile(
     start = row + first * inner
     mask_part = None
     if MASKED:
-        mask_part = (
-            mask
-            + find_mask_rows(block, outer, inner, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN)
-            + first * m_col
+        mask_part = find_mask_rows(
+            mask, first, block, outer, inner, m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN
         )
-    stop = (
-        clamp(find_kept_end(block, outer, cols, ROWS) - first, count) if CAUSAL else count
-    )  # behind it nothing counts
+    kept_end = find_kept_end(block, outer, cols, ROWS) if CAUSAL else cols
+    stop = clamp(kept_end - first, count) if CAUSAL else count  # behind it nothing counts
     stop_whole = tl.minimum(tl.cdiv(stop, VECTOR) * VECTOR, count) if CAUSAL else count
 
     col = tile_columns(ROWS, COLS, TILES, PIECES)
@@ -651,16 +656,19 @@ def softmax_backward_tile(
         there = None if EVEN else exists & (col < count - tile * COLS)
         counting = exists & (col < stop_whole - tile * COLS) if CAUSAL else there
         inside = col < stop - tile * COLS if CAUSAL else None
-        ys = ys + (load(y + start + at * inner, counting, "evict_first", absent=0.0),)
+        ys = ys + (load(y + start + at * inner, counting, "", absent=0.0),)
         # Log-softmax sums them all.
-        dys = dys + (load(dy + start + at * inner, there if LOG else counting, "evict_first", absent=0.0),)
+        dys = dys + (load(dy + start + at * inner, there if LOG else counting, "", absent=0.0),)
         if MASKED or CAUSAL:
             kepts = kepts + (load_kept(mask_part, at * m_col, counting, inside),)
+    let_successor_start(OVERLAP)
 
+    zero = (cols >> 62).to(tl.int16)
     totals = tl.zeros((COLS,) if LINES == 1 else (LINES, COLS), ACC)
     for tile in tl.static_range(TILES):
         kept = kepts[tile] if MASKED or CAUSAL else None
-        totals += product(unpack(ys[tile]), unpack(dys[tile]), kept, LOG)
+        y_tile = unpack(forget(ys[tile], zero, PACKED))
+        totals += product(y_tile, unpack(forget(dys[tile], zero, PACKED)), kept, LOG)
     total = sum_of_lines(totals, LINES)
     if PARTS > 1:
         _, total = merge_over_cluster(tl.zeros((PIECES, 1), ACC), total, part, PARTS, PIECES, PRECISE)
@@ -670,7 +678,9 @@ def softmax_backward_tile(
         at = start + (tile * COLS + col) * inner
         there = None if EVEN else exists & (col < count - tile * COLS)
         kept = kepts[tile] if MASKED or CAUSAL else None
-        dx = gradient(unpack(ys[tile]), unpack(dys[tile]), total, scale if SCALED else None, kept, LOG, PRECISE)
+        y_tile = unpack(forget(ys[tile], zero + zero, PACKED))
+        dy_tile = unpack(forget(dys[tile], zero + zero, PACKED))
+        dx = gradient(y_tile, dy_tile, total, scale if SCALED else None, kept, LOG, PRECISE)
         tl.store(out + at, dx, mask=there, cache_modifier=".cs")
 
 
@@ -687,8 +697,8 @@ def softmax_backward_long(
     _, row, exists = find_rows(block, outer, cols, inner, 0, 0, ROWS, WITHIN)
     mask_row = None
     if MASKED:
-        mask_row = mask + find_mask_rows(
-            block, outer, inner, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN
+        mask_row = find_mask_rows(
+            mask, 0, block, outer, inner, m_col, m_inner, m_0, m_1, m_2, m_3, n_1, n_2, n_3, ROWS, WITHIN
         )
     stop = find_kept_end(block, outer, cols, ROWS) if CAUSAL else cols  # behind it nothing counts
     stop_whole = tl.minimum(tl.cdiv(stop, VECTOR) * VECTOR, cols) if CAUSAL else cols
@@ -709,6 +719,7 @@ def softmax_backward_long(
             y_tile = unpack(load(y + row + at * inner, there, "evict_last", absent=0.0))
             kept = load_kept(mask_row, at * m_col, there, col < stop - start if CAUSAL else None)
             totals += product(y_tile, dy_tile, kept, LOG)
+    let_successor_start(OVERLAP)
     total = sum_of_lines(totals, ROWS)
     tiles = tl.cdiv(cols, COLS)
     for step in range(tiles):

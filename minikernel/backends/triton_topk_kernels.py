@@ -25,6 +25,7 @@ from .triton_kernels import (
     columns,
     exp,
     find_lead,
+    let_successor_start,
     load,
     locate,
     max_of_lines,
@@ -154,6 +155,7 @@ def softmax_topk_scan(
             better = values[tile] > best
             best = tl.where(better, values[tile], best)
             best_tile = tl.where(better, at // COLS + tile, best_tile)
+    let_successor_start(OVERLAP)
     floor = tl.maximum(best, LOWEST)
     maximum = max_of_lines(floor, ROWS)
     total = sum_of_lines(totals * exp(floor - maximum, PRECISE), ROWS)
@@ -197,6 +199,7 @@ def softmax_topk_pick(
     pairs = partials + at * 2 + (at // KEEP + 1) * 2
     ranks = tl.load(pairs).to(INTEGER)
     found = tl.load(pairs + 1).to(tl.int32)
+    let_successor_start(OVERLAP)
     if PARTS > 1:
         ranks, found = largest(ranks, found, 1, KEEP)
     if REACH > 1:
