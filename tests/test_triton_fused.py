@@ -310,6 +310,14 @@ def test_a_successor_starts_once_all_loads_are_on_their_way(given: Problem) -> N
 
 
 @compiled
+def test_the_successor_of_short_programs_starts_at_once() -> None:
+    pytest.importorskip("triton")
+    (kernel,) = compile_for(problem(4096, 32), 90)
+    ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
+    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+
+
+@compiled
 @pytest.mark.parametrize(
     ("given", "access"),
     [

@@ -88,17 +88,6 @@ def sum_of_lines(tile, LINES: tl.constexpr):
 
 
 @triton.jit
-def begin(PARTS: tl.constexpr, CLUSTER: tl.constexpr, OVERLAP: tl.constexpr):
-    """This program's block of rows, and its part of them; waits until memory may be touched."""
-    if CLUSTER and PARTS > 1:
-        enter_cluster()
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0).to(tl.int64)
-    return program // PARTS, program % PARTS
-
-
-@triton.jit
 def let_successor_start(OVERLAP: tl.constexpr):
     """Let the stream's next launch start, which waits for this one's end all the same.
 
@@ -107,6 +96,22 @@ def let_successor_start(OVERLAP: tl.constexpr):
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def begin(PARTS: tl.constexpr, CLUSTER: tl.constexpr, OVERLAP: tl.constexpr, SHORT: tl.constexpr = False):
+    """This program's block of rows, and its part of them; waits until memory may be touched.
+
+    SHORT: the program is so short that the next launch only starts in time if it may do so here.
+    """
+    if CLUSTER and PARTS > 1:
+        enter_cluster()
+    if SHORT:
+        let_successor_start(OVERLAP)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0).to(tl.int64)
+    return program // PARTS, program % PARTS
 
 
 @triton.jit
@@ -414,7 +419,8 @@ def softmax_tile(
     ACC: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     # Not -inf, so that x - maximum is no NaN where only -inf has been seen.
     LOWEST: tl.constexpr = -1.7976931348623157e308 if ACC == tl.float64 else -3.4028234663852886e38  # noqa: SIM300
-    block, part = begin(PARTS, True, OVERLAP)
+    SHORT: tl.constexpr = TILES == 1 and PARTS == 1
+    block, part = begin(PARTS, True, OVERLAP, SHORT)
     x_start, out_start, exists = find_rows(block, outer, cols, inner, x_outer, x_inner, ROWS, WITHIN)
     x_row, out_row, lead = find_lead(x + x_start, out + out_start, VECTOR, PEEL)
     sign = sign_of(scale) if SCALED else None
@@ -461,7 +467,8 @@ def softmax_tile(
         edge_values = read(
             x_row + edge, mask_row, edge * m_col, edge_there, inside, sign, POLICY, False, SHARED_VECTORS
         )
-    let_successor_start(OVERLAP)
+    if not SHORT:
+        let_successor_start(OVERLAP)
 
     maxima = unpack(values[0])
     for tile in tl.static_range(1, TILES):
@@ -634,7 +641,8 @@ def softmax_backward_tile(
     LINES: tl.constexpr = ROWS * PIECES
     PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
     ACC: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
-    block, part = begin(PARTS, True, OVERLAP)
+    SHORT: tl.constexpr = TILES == 1 and PARTS == 1
+    block, part = begin(PARTS, True, OVERLAP, SHORT)
     _, row, exists = find_rows(block, outer, cols, inner, 0, 0, ROWS, WITHIN)
     first, count = find_share(cols, part, VECTOR, PARTS)
     start = row + first * inner
@@ -661,7 +669,8 @@ def softmax_backward_tile(
         dys = dys + (load(dy + start + at * inner, there if LOG else counting, "", absent=0.0),)
         if MASKED or CAUSAL:
             kepts = kepts + (load_kept(mask_part, at * m_col, counting, inside),)
-    let_successor_start(OVERLAP)
+    if not SHORT:
+        let_successor_start(OVERLAP)
 
     zero = (cols >> 62).to(tl.int16)
     totals = tl.zeros((COLS,) if LINES == 1 else (LINES, COLS), ACC)
