@@ -277,7 +277,7 @@ def header(asked: Plan, seed: int, command: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; returns the exit status: 0, or 2 for a request that can't be met."""
+    """Run the bench; returns the exit status that ``--help`` speaks of, or 130 where it was interrupted."""
     argv = sys.argv[1:] if argv is None else list(argv)
     command = parser()
     options = command.parse_args(argv)

@@ -6,8 +6,9 @@ Values are ratios of times unless a unit says otherwise. ``check.py`` judges the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -227,22 +228,24 @@ def over_scipy(from_elements: int) -> Callable[[Evidence], Values]:
 
 
 def gradient(impl: str) -> Callable[[Evidence], Values]:
-    """The gradient's time over that of a copy of as many bytes; on the grid ``gradients``."""
-    return _grid_ratio("gradients", BACKWARD["softmax"], impl, COPY)
+    """The gradients' time over that of a copy of as many bytes; on the grid ``gradients``."""
+    return _grid_ratio("gradients", BACKWARD.values(), impl, COPY)
 
 
 def topk(impl: str) -> Callable[[Evidence], Values]:
     """How much longer ``torch.topk`` of ``F.softmax`` takes; on the grid ``topk``."""
-    return _grid_ratio("topk", TOPK, TORCH, impl)
+    return _grid_ratio("topk", [TOPK], TORCH, impl)
 
 
-def _grid_ratio(grid: str, op: str, impl: str, base: str) -> Callable[[Evidence], Values]:
+def _grid_ratio(grid: str, ops: Collection[str], impl: str, base: str) -> Callable[[Evidence], Values]:
     """The time of ``impl`` over that of ``base``, at every task of a grid."""
 
     def values(found: Evidence) -> Values:
-        for task in grid_tasks(grid, DEFAULT_DTYPES):
+        for op, task in product(ops, grid_tasks(grid, DEFAULT_DTYPES)):
             row = found.rows.get((op, *_key(task)[1:]), {})
-            yield _over(_time(row.get(impl)), _time(row.get(base))), _where(task.dtype, task.layout, task.case.name)
+            where = _where(task.dtype, task.layout, task.case.name)
+            ratio = _over(_time(row.get(impl)), _time(row.get(base)))
+            yield ratio, f"{op} {where}" if len(ops) > 1 else where
 
     return values
 

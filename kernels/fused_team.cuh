@@ -1,6 +1,6 @@
 #pragma once
-// How threads that share a row agree on its max and sum: the online softmax's merge
-// (Milakov & Gimelshein 2018, arXiv:1805.02867, section 3.1), across lanes, warps and blocks.
+// The online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867): the max and sum that one thread finds (Running, by
+// algorithm 3), and how the threads that share a row agree on theirs, across lanes, warps and blocks (section 3.1).
 
 #include "common.cuh"
 
@@ -28,10 +28,10 @@ struct Partial {
     static __device__ Partial empty() { return {lowest(Acc()), Acc(0)}; }
 };
 
-// Where input and output are a half type, powers of 2 serve: 2^(x scale - shift scale), with the scale log2(e), takes one
-// fused multiply-add where exp(x - shift) takes two instructions. What rounding does to the second product is the same
-// for all terms and the sum, as long as it's rounded by itself (__fmul_rn). Past 65536 it would be too much; but there
-// neighbors are hundreds apart, so that the terms are 0 and 1 at any scale, and 1 rounds nothing.
+// Where input and output are a half type, powers of 2 serve: 2^(x factor - shift factor), with the factor log2(e),
+// takes one fused multiply-add where exp(x - shift) takes two instructions. What rounding does to the second product is
+// the same for all terms and the sum, as long as it's rounded by itself (__fmul_rn). Past 65536 it would be too much;
+// but there neighbors are hundreds apart, so that the terms are 0 and 1 at any factor, and 1 rounds nothing.
 constexpr bool kBase2 = sizeof(In) == 2 && sizeof(Out) == 2 && !LOG && !SCORES;
 constexpr float kLog2e = 1.44269504f;
 
@@ -86,8 +86,8 @@ __device__ __forceinline__ Partial merge(Partial a, Partial b, Scale scale) {
     return {max, a.sum * rescale(a.max, max, scale) + b.sum * rescale(b.max, max, scale)};
 }
 
-// What one thread knows of its part of the row: the online update of Milakov & Gimelshein, algorithm 3. COMPENSATED:
-// of any number of terms.
+// What one thread knows of its part of the row. COMPENSATED: what rounding takes from the sum is given back to it, so
+// that it may have any number of terms.
 template <bool COMPENSATED> struct Running {
     Scale scale;
     Partial partial = Partial::empty();

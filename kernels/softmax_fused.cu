@@ -231,7 +231,7 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
                 const int stop = min(held_slots, (g + 1) * group);
                 int v = g * group;
                 auto col = [&](int i) { return run_col + (VECTORS + v + i) * 32 * kWide; };
-                auto keep = [&](int i) { return screen.keep(col(i), screen.reaches(col(i))); };
+                auto keep_at = [&](int i) { return screen.keep(col(i), screen.reaches(col(i))); };
                 // As the softmax is to see it: so it goes back to its slot.
                 auto apply = [&](Pack<In>& pack, const Keep& keep, int i) {
                     if constexpr (SCORES) {
@@ -240,14 +240,14 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
                     }
                 };
                 for (; v + 1 < stop; v += 2) {
-                    const Keep keeps[2] = {keep(0), keep(1)};
+                    const Keep first_keep = keep_at(0), second_keep = keep_at(1);
                     Pack<In> pair[2] = {read_slot(slots + v * blockDim.x), read_slot(slots + (v + 1) * blockDim.x)};
-                    apply(pair[0], keeps[0], 0);
-                    apply(pair[1], keeps[1], 1);
+                    apply(pair[0], first_keep, 0);
+                    apply(pair[1], second_keep, 1);
                     take<2>(mine, pair);
                 }
                 if (v < stop) {
-                    const Keep last_keep = keep(0);
+                    const Keep last_keep = keep_at(0);
                     Pack<In> last = read_slot(slots + v * blockDim.x);
                     apply(last, last_keep, 0);
                     take<1>(mine, &last);
@@ -263,7 +263,8 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
             for (int s = 0; s < kSingles; ++s) mine.take(singles[s]);
         if constexpr (STREAMED)
             for (uint at = held * members + member; at < count; at += members) {
-                const Pack<In> pack = read_screened(in_part + (long long)at * kWide, part_col + (long long)at * kWide, screen);
+                const long long offset = (long long)at * kWide;
+                const Pack<In> pack = read_screened(in_part + offset, part_col + offset, screen);
                 take<1>(mine, &pack);
             }
 
@@ -297,8 +298,9 @@ __device__ __forceinline__ void softmax_of_part(const In* x, Out* out, const Lay
     }
     if constexpr (STREAMED)
         for (uint at = held * members + member; at < count; at += members) {
-            const Pack<In> pack = read_screened(in_part + (long long)at * kWide, part_col + (long long)at * kWide, screen);
-            store(to_part + (long long)at * kWide, finish_pack(finish, pack));
+            const long long offset = (long long)at * kWide;
+            const Pack<In> pack = read_screened(in_part + offset, part_col + offset, screen);
+            store(to_part + offset, finish_pack(finish, pack));
         }
     if (has_singles)
 #pragma unroll
@@ -313,6 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
                   SCORES_PARAMETERS Layout layout, int shared_vectors) {
     const Scores scores = SCORES_ARGUMENTS;
+    // All wait at once, but for a cluster's word that this block has started.
 #if CLUSTER > 1
     __shared__ Partial block_slots[CLUSTER];
     Cluster others(block_slots, scores.abs_scale());

@@ -138,7 +138,7 @@ __device__ __forceinline__ uint blocks_in_cluster() {
 }
 #endif
 
-// What one thread knows of its columns of each of its rows: the online update of Milakov & Gimelshein, algorithm 3.
+// Running of fused_team.cuh for one thread's columns of kWide rows, whose packs hold an element of each.
 struct RunningRows {
     Scale scale;
     Pack<In> top = empty_pack();

@@ -13,7 +13,7 @@
 //   TEAM       32: each warp has a row of its own, of one chunk; 0: the whole block shares one
 //   CLUSTER    blocks of a cluster that share a row; 1: no cluster
 //   VECTORS    packs of a chunk that a lane takes
-//   STREAMED   1: there is more than one chunk a warp
+//   STREAMED   1: there may be more than one chunk a warp
 //   HELD       entries of the list that a lane holds: 1 for k up to 32, 2 for more
 //   WIDE       elements a pack: 16 bytes of input, or 1 where a row's elements aren't neighbors
 //   THREADS, BLOCKS   most threads a block, fewest blocks a multiprocessor: the register budget

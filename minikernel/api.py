@@ -63,7 +63,7 @@ def softmax(
         out: PyTorch, CuPy or NumPy array of the right shape, dtype and device to fill and return; it may be
             ``x`` itself.
         scale: Softmax of ``scale * x``: 1 / temperature, or 1 / sqrt(d). Its magnitude is from 2**-126 to 2**126.
-            The product isn't rounded to a half type, and can't overflow.
+            The product isn't rounded to a half type, and can't overflow float32.
         mask: Boolean array of the same kind and device that broadcasts to the shape of ``x``, and isn't expanded in
             memory: True keeps an element, and what is False is never looked at. Its result is 0, or -inf in
             :func:`log_softmax`; a row of which nothing is kept is NaN.
@@ -132,9 +132,10 @@ def softmax_topk(
         k: How many: 1 to 64, and no more than there are elements along ``dim``.
 
     Returns:
-        ``probabilities`` and ``indices`` (int64), of the shape of ``x`` but for ``k`` elements along ``dim``,
-        which are sorted by the values of ``x``, the largest first, equal ones by their indices. A row with NaN or
-        +inf, or of nothing but -inf, has k NaN and the indices 0 to k - 1.
+        ``probabilities``, which PyTorch differentiates as it does softmax's, and ``indices`` (int64; int32 in JAX
+        unless it has 64 bits), of the shape of ``x`` but for ``k`` elements along ``dim``, which are sorted by the
+        values of ``x``, the largest first, equal ones by their indices. A row with NaN or +inf, or of nothing but
+        -inf, has k NaN and the indices 0 to k - 1.
 
     Raises:
         ValueError: ``k`` is too small or too large; TypeError: it isn't an integer. Otherwise as :func:`softmax`.
@@ -543,8 +544,8 @@ def _check_kind(framework: Framework, other: Any, role: str, or_base: bool = Fal
     """
     found = arrays.framework_of(other, role)
     if found is not framework and not (or_base and isinstance(framework, type(found))):
-        kind = framework.name if framework.name in ("numpy", "torch", "cupy") else "numpy, torch or cupy"
-        raise TypeError(f"{role} must be the same kind of array as the input ({kind}), not {type_name(other)}")
+        kind = f" ({framework.name})" if framework.name in ("numpy", "torch", "cupy") else ""
+        raise TypeError(f"{role} must be the same kind of array as the input{kind}, not {type_name(other)}")
 
 
 def _place(framework: Framework, x: Any) -> str:

@@ -480,8 +480,8 @@ class Torch(Framework):
             )
         if type(x) not in self.plain_types:
             raise TypeError(
-                f"{type_name(x)} is a subclass of torch.Tensor with rules of its own, which a kernel would "
-                "bypass; pass a plain tensor"
+                f"{type_name(x)} is a subclass of torch.Tensor, and a kernel would bypass what rules it has; "
+                "pass a plain tensor (x.as_subclass(torch.Tensor))"
             )
         if x.is_quantized:
             raise TypeError("a quantized tensor has no path here: pass a dense one (x.dequantize())")

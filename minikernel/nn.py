@@ -43,15 +43,15 @@ class Softmax(_Module):
     Shape: any; the output has the input's.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return softmax(x, self.dim, backend=self.backend, dtype=self.dtype)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # named as torch.nn's is
+        return softmax(input, self.dim, backend=self.backend, dtype=self.dtype)
 
 
 class LogSoftmax(_Module):
     """:func:`minikernel.log_softmax` as a module, in place of ``torch.nn.LogSoftmax``; see :class:`Softmax`."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return log_softmax(x, self.dim, backend=self.backend, dtype=self.dtype)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return log_softmax(input, self.dim, backend=self.backend, dtype=self.dtype)
 
 
 def _functional(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> tuple[Any, Any, Any, Any]:

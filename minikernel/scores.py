@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -34,7 +35,10 @@ class Scores(NamedTuple):
         if isinstance(self.scale, bool) or not isinstance(self.scale, Real):
             cure = ": multiply the input by it, or pass its item()" if hasattr(self.scale, "item") else ""
             raise TypeError(f"scale must be a number, not {type_name(self.scale)}{cure}")
-        scale = float(self.scale)
+        try:
+            scale = float(self.scale)
+        except OverflowError:  # an integer that is too large
+            scale = inf
         if not SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE:
             raise ValueError(f"the magnitude of scale must be from 2**-126 to 2**126; got {self.scale}")
         return self._replace(scale=scale)

@@ -1,6 +1,7 @@
 """What PyTorch needs to know of softmax beyond its values: gradients, ``torch.func`` and ``torch.compile``.
 
-Imported with the first tensor that needs any of it, so that eager inference pays for none. There are three ways in:
+Imported with the first tensor that needs any of it, so that eager inference pays for none. There are three ways in
+for softmax and log-softmax:
 
 * an ordinary tensor that requires grad: :class:`Recorded`, a plain ``autograd.Function`` over kernels that are
   prepared once for each shape;
@@ -10,7 +11,8 @@ Imported with the first tensor that needs any of it, so that eager inference pay
 
 The gradient of y = softmax(x) is dx = y * (dy - sum(dy * y)), that of log-softmax dx = dy - exp(y) * sum(dy). Both
 need the output alone, which is what is saved. With a scale they are multiplied by it; where an element is masked
-out, they are 0.
+out, they are 0. softmax_topk is recorded by its operator, eager or not: it saves its input, and computes softmax again
+for the gradient.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Bound:
     """A recorded call, bound to the shape, strides and dtypes of its tensors.
 
     Attributes:
-        op, dim: As the caller gave them.
+        op: As the caller gave it.
+        dim: The axis, counted from the first.
         dtype: Of the input, and so of its gradient.
         forward: Runs the kernel, on a tensor that requires no grad.
         backward: ``backward(dy, y)`` runs the backend's own gradient kernel; None where there is none to run: the
@@ -241,6 +244,7 @@ def transformed_topk(
     """:func:`minikernel.softmax_topk` inside a transform, or of a dual tensor: softmax, and then a stable sort."""
     dim = normalize_dim(dim, x.dim())
     wanted = _torch_dtype(x, dtype)
+    api.check_dtypes(x, wanted, TOPK)
     return _sorted_topk(x, transformed("softmax", x, dim, backend, wanted), k, dim, wanted)
 
 
@@ -274,7 +278,7 @@ def _torch_dtype(x: torch.Tensor, dtype: Any) -> torch.dtype | None:
 _library = torch.library.Library("minikernel", "DEF")
 
 
-#: What every operator takes behind its tensors, axis, dtype and backend.
+#: What the operators of softmax and log-softmax take behind their tensors, axis, dtype and backend.
 _SCORES = "float? scale=None, Tensor? mask=None, bool causal=False"
 
 
@@ -418,7 +422,7 @@ def _define_topk() -> None:
     def fake(
         x: torch.Tensor, k: int, dim: int, dtype: torch.dtype | None = None, backend: str = "auto"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        axis = _check_arguments("softmax", x, dim, dtype, None)
+        axis = _check_arguments(TOPK, x, dim, dtype, None)
         shape = [*x.shape]
         api.check_k(k, shape[axis] if shape else 1)
         if shape:

@@ -1131,6 +1131,23 @@ def test_on_a_gpu_work_that_a_graph_does_not_hold_is_wrong() -> None:
     assert record.kernel_us is None
 
 
+def test_the_k_largest_are_measured_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    asked = ["--op", "softmax_topk", "--k", "5", "--device", "cpu", "--dtypes", "float32"]
+    assert run.main([*asked, "--shapes", "4x300,3x40x4@1", "--json", str(path)]) == 0
+    records = json.loads(path.read_text())["records"]
+    assert {(r["op"], r["status"]) for r in records} == {("softmax_topk", "ok")}
+    assert {r["impl"] for r in records} == {"copy", "F.softmax", "auto", "numpy"}
+
+    def switched(op: str, x: Any, dim: int, out: Any) -> Any:
+        found = peers.backend("numpy", k=2).into(op, x, dim, out)
+        return found.probabilities, found.indices.flip(dim)
+
+    impls = [peers.Impl("switched", switched, peers.backend("numpy", k=2).eager)]
+    (record,) = Bench(TorchSpace("cpu", 0), impls, ["softmax_topk"]).run([Task(Case((7, 300)), "float32")])
+    assert record.status.startswith("wrong")
+
+
 @pytest.mark.parametrize("op", ["softmax_backward", "log_softmax_backward"])
 def test_gradients_are_measured_and_checked(op):
     space = TorchSpace("cpu", 0)

@@ -24,6 +24,8 @@ ULPS = 8
 SHAPES = (
     ((3, 5), -1), ((7, 1), -1), ((4, 600), -1), ((37, 33), -1), ((5, 1025), -1), ((3, 4097), 1), ((2, 20_001), -1),
     ((2, 7, 9), 1), ((300, 40), 0), ((2, 1000, 24), 1), ((3, 2, 4, 5), -2), ((), 0), ((0, 3), 1), ((3, 0), 0),
+    ((1, 4097, 2), 1), ((1, 2049, 4), 1), ((1, 1027, 8), 1),
+    *([((300, 16_384), -1)] if torch.cuda.is_available() else []),
 )  # fmt: skip
 GRADIENT_BACKENDS = (
     pytest.param("numpy", "cpu", id="numpy"),
@@ -53,7 +55,7 @@ def exact(op: str, x: torch.Tensor, dy: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def error(dx: torch.Tensor, expected: torch.Tensor, dy: torch.Tensor, dim: int) -> float:
-    """The largest error, in units in the last place of the largest term that its row may have cancelled."""
+    """The largest error, in units in the last place of the largest term that its row may have canceled."""
     if dx.numel() == 0:
         return 0.0
     scale = dy.cpu().double().abs() if dx.dim() == 0 else dy.cpu().double().abs().amax(dim, keepdim=True)

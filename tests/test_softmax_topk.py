@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from cases import INF, INTERPRETED, NAN, Route, mismatch, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from isolated import in_the_interpreter
+from isolated import in_the_interpreter, run
 from torch.func import vmap
 
 from minikernel import BackendError, TopK, explain, softmax_topk
@@ -239,6 +239,49 @@ def test_captured_in_a_graph(backend):
             right, order = expected(x.cpu(), 8, -1)
             assert torch.equal(i.cpu(), order)
             assert mismatch(p.cpu(), right) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda-fused", "triton-fused"])
+def test_the_first_call_of_a_process_is_captured_or_says_to_warm_up(backend):
+    output = run(f"""
+import torch, minikernel
+x = torch.randn(4, 128_256, device="cuda")
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        p, i = minikernel.softmax_topk(x, 8, backend={backend!r})
+except Exception as error:
+    assert "warm" in str(error) or "warm" in str(error.__context__), repr(error)
+    torch.cuda.synchronize()
+    p, i = minikernel.softmax_topk(x, 8, backend={backend!r})
+else:
+    x.copy_(torch.randn(4, 128_256))
+    graph.replay()
+torch.cuda.synchronize()
+right = torch.topk(torch.softmax(x.double(), -1), 8)
+assert torch.equal(i, right.indices)
+assert (p - right.values).abs().max() < 1e-6
+print("right")
+""")
+    assert output.split()[-1] == "right"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast_and_inference_mode(device):
+    x = randn(3, 40, dtype="bfloat16").to(device)
+    with torch.autocast(device, torch.bfloat16):
+        assert softmax_topk(x, 2).probabilities.dtype == F.softmax(x, -1).dtype
+    with torch.inference_mode():
+        p, i = softmax_topk(x, 2)
+    assert p.is_inference()
+    assert torch.equal(i.cpu(), expected(x.cpu(), 2, -1)[1])
+
+
+def test_integers_are_refused_by_its_name():
+    for call in (softmax_topk, vmap(lambda row, k: softmax_topk(row, k).probabilities, in_dims=(0, None))):
+        with pytest.raises(TypeError, match="softmax_topk has no meaning"):
+            call(torch.zeros(2, 5, dtype=torch.int64), 2)
 
 
 def test_gradients():

@@ -26,9 +26,11 @@ def backend(request) -> str:
     return request.param
 
 
-def step(x: torch.Tensor, dy: torch.Tensor, dim: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+def step(
+    x: torch.Tensor, dy: torch.Tensor, dim: int, backend: str, **scores: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and gradient."""
-    y = softmax(x, dim, backend=backend)
+    y = softmax(x, dim, backend=backend, **scores)
     return y.detach(), torch.autograd.grad(y, x, dy)[0]
 
 
@@ -79,14 +81,16 @@ def test_a_captured_training_step_replays_with_new_values(backend):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-8)
 
 
-def test_the_first_step_of_a_process_is_captured_or_says_to_warm_up(backend):
+@pytest.mark.parametrize("scores", ["", "mask=mask, scale=1.0,"])
+def test_the_first_step_of_a_process_is_captured_or_says_to_warm_up(backend, scores):
     output = run(f"""
 import torch, minikernel
 x = torch.randn(64, 600, device="cuda", requires_grad=True)
 dy = torch.randn(64, 600, device="cuda")
+mask = torch.ones(600, dtype=torch.bool, device="cuda")
 graph = torch.cuda.CUDAGraph()
 def step():
-    return torch.autograd.grad(minikernel.softmax(x, backend={backend!r}), x, dy)[0]
+    return torch.autograd.grad(minikernel.softmax(x, {scores} backend={backend!r}), x, dy)[0]
 try:
     with torch.cuda.graph(graph):
         dx = step()
@@ -106,6 +110,28 @@ wide = x.detach().double().requires_grad_()
 assert (dx.double() - right).abs().max() < 1e-6
 """)
     assert output.split()[-1] in ("captured", "refused")
+
+
+def test_a_captured_step_with_scores_replays_with_a_new_mask(backend):
+    x, dy, mask = (
+        randn(16, 5000).cuda().requires_grad_(),
+        randn(16, 5000, seed=1).cuda(),
+        randn(16, 5000).cuda() > 0,
+    )
+    step(x, dy, -1, backend, mask=mask, scale=-2.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, dx = step(x, dy, -1, backend, mask=mask, scale=-2.0)
+    for seed in range(2, 4):
+        mask.copy_(randn(16, 5000, seed=seed) > 0)
+        graph.replay()
+        torch.cuda.synchronize()
+        wide = x.detach().double().requires_grad_()
+        expected = F.softmax((wide * -2).masked_fill(~mask, -torch.inf), -1)
+        torch.testing.assert_close(y.double(), expected.detach(), rtol=1e-5, atol=1e-9)
+        right = torch.autograd.grad(expected, wide, dy.double())[0]
+        torch.testing.assert_close(dx.double(), right, rtol=1e-4, atol=1e-7)
 
 
 def test_two_streams_interleaved(backend):
@@ -169,13 +195,18 @@ def test_training_synchronizes_nowhere(backend):
     steps = []
     for shape, dim in SHAPES:
         x, dy = randn(*shape).cuda().requires_grad_(), randn(*shape, seed=1).cuda()
-        step(x, dy, dim, backend)
-        steps.append((x, dy, dim))
-    torch.cuda.synchronize()
+        steps += [(x, dy, dim, {}), (x, dy, dim, {"scale": 0.125, "mask": x > 0})]
+    square, dy = randn(2, 64, 64).cuda().requires_grad_(), randn(2, 64, 64, seed=1).cuda()
+    steps.append((square, dy, -1, {"causal": True}))
 
     def work():
-        for x, dy, dim in steps:
-            step(x, dy, dim, backend)
+        for x, dy, dim, scores in steps:
+            step(x, dy, dim, backend, **scores)
+            with torch.no_grad():
+                minikernel.softmax_topk(x, 4, dim, backend=backend)
+
+    work()
+    torch.cuda.synchronize()
 
     idle = synchronizations(lambda: None)  # the profiler's own
     assert synchronizations(lambda: (work(), torch.cuda.synchronize())) > idle, "nothing is counted here"

@@ -77,6 +77,8 @@ PROBLEMS = [
     problem(8192, 8192, strides=(1, 8192, 0)),
     problem(8192, 1024, strides=(1025, 1, 0), x_offset=4),
     problem(8192, 1024, strides=(0, 1, 0)),
+    problem(4096, 16384, dtype="bfloat16", op="softmax_backward"),
+    problem(4096, 16384, dtype="float16", op="log_softmax_backward"),
 ]
 
 
@@ -190,6 +192,20 @@ def test_every_plan_covers_its_problem(dtype: str, device: driver.Device) -> Non
                 assert chosen.pieces in (1, chosen.warps)
                 for size in (chosen.rows, chosen.cols, chosen.warps, chosen.parts):  # tiles may be any number
                     assert size & (size - 1) == 0, chosen
+
+
+def test_columns_are_counted_in_vectors_only_where_they_are_neighbors() -> None:
+    """What isn't cut at the row's last element is cut at a multiple of the vector."""
+    for op in ("softmax", "softmax_backward"):
+        for inner in range(1, 25):
+            for cols in (33, 1025, 2049, 4097, 20001):
+                given = problem(64, cols, inner, op=op)
+                chosen = plan(given, H200)
+                assert not chosen.long or chosen.within or chosen.peel or cols % chosen.vector == 0, (
+                    op,
+                    cols,
+                    inner,
+                )
 
 
 def test_grids_stay_within_cuda_limits() -> None:
@@ -700,7 +716,7 @@ FEATURE_ROUTES: dict[str, dict[str, object]] = {
     "pieces": {"rows": 1, "tiles": 3, "pieces": 2, "warps": 2},
     "packed": {"rows": 1, "tiles": 3, "pieces": 2, "warps": 2, "packed": True},
 }
-SHAPES = [(3, 5, 1), (3, 1, 1), (4, 131, 1), (4, 64, 1), (2, 33, 3), (2, 40, 20), (2, 33, 20)]
+SHAPES = [(3, 5, 1), (3, 1, 1), (4, 131, 1), (4, 64, 1), (2, 33, 3), (2, 33, 4), (2, 40, 20), (2, 33, 20)]
 #: As many rows as columns, and more.
 CAUSAL_SHAPES = [(7, 5, 1), (24, 24, 1), (34, 33, 1)]
 
@@ -716,6 +732,8 @@ def feature_cases(
             if inner > 1:
                 continue
             given |= {"blocks": outer, "cols": 32 if cols > 40 else 8}
+        if "long" in given and 1 < inner <= 8:
+            given["vector"] = 1  # as planned for long rows there
         kept = np.ones(shape, np.bool_)
         if "mask" in given:
             given["mask"] = np.random.default_rng(1).random(shape) < 0.6
@@ -759,10 +777,18 @@ def test_interpreted_features(dtype: str, feature: str, route: str, monkeypatch:
 
 
 @interpreted
-@pytest.mark.parametrize("route", ["long", "pieces"])
+@pytest.mark.parametrize("route", ["long", "pieces", "packed"])
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", FEATURE_DTYPES)
-def test_interpreted_gradients_with_features(dtype: str, feature: str, route: str) -> None:
+def test_interpreted_gradients_with_features(
+    dtype: str, feature: str, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minikernel.backends import triton_kernels
+
+    if route == "packed" and dtype in ("float32", "float64"):
+        pytest.skip("only half types are packed")
+
+    monkeypatch.setattr(triton_kernels, "forget", lambda values, zero, PACKED: values)
     for op, x, given, kept in feature_cases(feature, dtype, route):
         scale = given.get("scale", 1)
         y = reference(x, op, scale=scale, kept=kept).astype(x.dtype)

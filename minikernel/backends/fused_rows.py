@@ -25,7 +25,7 @@ class TeamPlan:
         wide: Elements a pack: 16 bytes of input, or 1.
         overlap: Whether the launch may start before its predecessor in the stream has ended.
         parts: Blocks that share a row.
-        streamed: Whether there is more than the team can hold, which is read again.
+        streamed: Whether there may be more than the team can hold, which a softmax or a gradient reads again.
     """
 
     rows: int

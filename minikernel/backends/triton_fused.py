@@ -38,9 +38,9 @@ _MIN_TRITON = (3, 5)  # the first whose grid dependency control compiles here
 _SHORT_PACKS, _SHORT_BACKWARD_PACKS = 160, 128
 # Bytes of a row that a program may hold alone, or as one of a cluster; and the fewest that are worth a program.
 _ALONE_BYTES, _PART_BYTES, _FEWEST_BYTES = 64 << 10, 32 << 10, 3800
-# Inputs up to this part of the L2 cache are the first to leave it, which gains up to 8%. Were larger ones, what
-# others have left in the cache would stay there: a loss of 4%.
-_SMALL_PART_OF_L2 = 16
+# Inputs up to a 16th of the L2 cache are the first to leave it, which gains up to 8%. Were larger ones, what others
+# have left in the cache would stay there: a loss of 4%.
+_L2_PER_SMALL_INPUT = 16
 # Elements of a tile of y, and of dy, in a program that takes the gradient.
 _BACKWARD_TILE = 8192
 _CPU = driver.Device(capability=0, sm_count=1, shared_per_block=0, shared_per_sm=0, l2_bytes=0)
@@ -188,7 +188,7 @@ def _plan(problem: Problem, device: driver.Device) -> TritonPlan:
         return _plan_backward(problem, device)
     contiguous = problem.inner == 1 and (problem.strides[1] == 1 or problem.cols == 1)
     chosen = (_plan_rows(problem, device) if contiguous else None) or _plan_any(problem, device)
-    small = problem.rows * problem.cols * ITEMSIZE[problem.dtype] <= device.l2_bytes // _SMALL_PART_OF_L2
+    small = problem.rows * problem.cols * ITEMSIZE[problem.dtype] <= device.l2_bytes // _L2_PER_SMALL_INPUT
     return replace(chosen, evicted=small and not chosen.long)
 
 
@@ -229,7 +229,7 @@ def _plan_rows(problem: Problem, device: driver.Device) -> TritonPlan | None:
 
 def _is_packed(problem: Problem, device: driver.Device, pieces: int, elements: int) -> bool:
     """Whether a thread with so many elements keeps them packed: where registers limit how many programs run."""
-    # A gradient's short arithmetic hides that up to eight warps a program.
+    # Of gradients so many run, up to eight warps a program, that unpacking twice is a loss.
     enough = pieces > (8 if problem.is_backward else 1) and elements > 32
     return enough and device.capability > 0 and ITEMSIZE[problem.dtype] == 2
 
@@ -371,6 +371,8 @@ def _plan_backward(problem: Problem, device: driver.Device) -> TritonPlan:
     long = rows * cols > _BACKWARD_TILE
     cols = min(cols, _BACKWARD_TILE // (2 * rows)) if long else cols
     within = problem.inner > 8
+    if long and not within:
+        vector = 1  # of columns, which that kernel counts in vectors
     blocks = problem.outer * ceil_div(problem.inner, rows) if within else ceil_div(problem.rows, rows)
     warps = max(1, min(16, rows * cols // 256))
     return TritonPlan(rows, cols, warps, blocks, within, vector, peel=False, long=long, overlap=overlap)
@@ -463,7 +465,7 @@ def sources(problem: Problem, plan: TritonPlan) -> list[KernelSource]:
         even = not (plan.peel or problem.causal) and plan.pieces == 1
         even = even and problem.cols == held and extent % plan.rows == 0
         constants |= {"TILES": plan.tiles, "PIECES": plan.pieces, "PARTS": plan.parts, "EVEN": even}
-        constants |= {"PACKED": plan.packed}
+        constants["PACKED"] = plan.packed
         if not problem.is_backward:
             constants["POLICY"] = "evict_first" if plan.evicted else ""
     else:

@@ -22,6 +22,9 @@ With a scale (SCALED) x's sign is flipped where the scale is negative, and diffe
 by its magnitude. What a mask (MASKED) or causality (CAUSAL) drops becomes -inf once it is read, and what lies
 behind a tile's last kept column isn't read.
 
+With OVERLAP the next launch may start before this one ends; nothing is touched before ``begin`` has waited for the
+one before. PACKED elements of half types stay in registers as they were read, and are unpacked for each step.
+
 Nothing tests for infinities: NaN or +inf in a row makes its sum NaN, nothing but -inf makes the sum
 NaN or 0 and its results 0 / 0, and so they all come out NaN.
 """
@@ -89,10 +92,9 @@ def sum_of_lines(tile, LINES: tl.constexpr):
 
 @triton.jit
 def let_successor_start(OVERLAP: tl.constexpr):
-    """Let the stream's next launch start, which waits for this one's end all the same.
+    """Let the stream's next launch start, whose programs wait in ``begin`` for this one's end all the same.
 
-    Once this program's loads are on their way: a launch that starts sooner takes the place of programs that have
-    theirs ahead.
+    Where is a matter of measuring: behind a tile's loads, or those of the first pass (bench/NOTES.md).
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -102,7 +104,7 @@ def let_successor_start(OVERLAP: tl.constexpr):
 def begin(PARTS: tl.constexpr, CLUSTER: tl.constexpr, OVERLAP: tl.constexpr, SHORT: tl.constexpr = False):
     """This program's block of rows, and its part of them; waits until memory may be touched.
 
-    SHORT: the program is so short that the next launch only starts in time if it may do so here.
+    SHORT: it has so little to do that the next launch is let start here.
     """
     if CLUSTER and PARTS > 1:
         enter_cluster()
@@ -170,7 +172,7 @@ def find_mask_rows(
 
 @triton.jit
 def find_kept_end(block, outer, cols, ROWS: tl.constexpr):
-    """Behind which column causality keeps none."""
+    """How many columns causality keeps, a row's first ones."""
     o, _, _ = locate(block, outer, 1, ROWS, False)
     return o % cols + 1
 
@@ -408,8 +410,7 @@ def softmax_tile(
     """Softmax of rows of at most PARTS * PIECES * TILES * COLS columns.
 
     Either ROWS or PIECES is 1, and PIECES the number of warps where it isn't. EVEN: the tiles cover the input
-    exactly. PACKED: elements of a half type stay in registers as they were read, twice as many, and each step
-    unpacks them again. POLICY: of the L2 cache, for what is read.
+    exactly. POLICY: of the L2 cache, for what is read.
     """
     LINES: tl.constexpr = ROWS * PIECES
     # Several rows read the vectors that they share with neighbors whole, which is safe: allocations have a multiple
