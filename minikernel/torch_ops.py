@@ -11,8 +11,8 @@ for softmax and log-softmax:
 
 The gradient of y = softmax(x) is dx = y * (dy - sum(dy * y)), that of log-softmax dx = dy - exp(y) * sum(dy). Both
 need the output alone, which is what is saved. With a scale they are multiplied by it; where an element is masked
-out, they are 0. softmax_topk is recorded by its operator, eager or not: it saves its input, and computes softmax again
-for the gradient.
+out, they are 0. softmax_topk is recorded by its operator, eager or not: it saves its input, and computes softmax
+again for the gradient.
 """
 
 from __future__ import annotations
