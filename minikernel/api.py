@@ -251,7 +251,7 @@ def _call(
     if signature is None or type(dim) is not int:
         return _bind(framework, op, x, dim, backend, dtype, None, plain=False)(x)
     key = (op, dim, backend, dtype, dispatch.override.get(), signature)
-    try:
+    try:  # _remembered, without its calls
         call = _calls.get(key)
     except TypeError:  # backend or dtype can't be hashed: binding says what is wrong with it
         return _bind(framework, op, x, dim, backend, dtype, None, plain=False)(x)
