@@ -152,7 +152,9 @@ def runs() -> dict[str, Callable[[], str | None]]:
         "a cluster a row": (randn(3, 40_001), -1),
         "read twice": (randn(4, 300_001), -1),
         "middle axis": (randn(3, 70, 50), 1),
+        "long rows side by side": (randn(2, 4097, 4), 1),
         "bfloat16": (randn(5, 2049, dtype="bfloat16"), -1),
+        "bfloat16, kept packed": (randn(300, 16_384, dtype="bfloat16"), -1),
     }
     for backend, (name, (x, dim)) in product(("cuda-fused", "triton-fused"), gradients.items()):
         found[f"{backend}: gradient, {name}"] = lambda b=backend, x=x, d=dim: gradient(b, x, d)
