@@ -22,6 +22,28 @@ warnings.filterwarnings("error", category=UserWarning)
 warnings.filterwarnings("error", category=RuntimeWarning)
 warnings.filterwarnings("default", module="(cupy|torch|triton)")
 """
+_CAPTURE = """
+import torch, minikernel
+{setup}
+def call():
+    return {call}
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        found = call()
+except Exception as error:
+    assert "warm" in str(error) or "warm" in str(error.__context__), repr(error)
+    torch.cuda.synchronize()
+    found = call()
+    print("refused")
+else:
+    with torch.no_grad():
+        x.copy_(torch.randn(x.shape))
+    graph.replay()
+    print("captured")
+torch.cuda.synchronize()
+{check}
+"""
 # Would change what is being tested if they were inherited.
 _NOT_INHERITED = ("MINIKERNEL_BACKEND", "PYTHONPATH", "TRITON_INTERPRET")
 
@@ -62,6 +84,18 @@ def run(code: str, *, absent: Iterable[str] = (), path: Iterable[Path] = (ROOT,)
     """
     hide = _HIDE.format(modules=tuple(absent)) if absent else ""
     return python("-c", _STRICT + hide + code, path=path, **environment)
+
+
+def capture_first_call(*, setup: str, call: str, check: str) -> None:
+    """A process's first call, in a CUDA graph that is replayed with new values; or it says to warm up, and isn't.
+
+    Args:
+        setup: Statements that make ``x``, on a GPU.
+        call: An expression of ``minikernel`` and ``x``.
+        check: Statements that assert that ``found``, its value, is right for the ``x`` there is by then.
+    """
+    output = run(_CAPTURE.format(setup=setup, call=call, check=check))
+    assert output.split()[-1] in ("captured", "refused")
 
 
 def in_the_interpreter(file: str, wanted: str) -> str:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from cases import INF, INTERPRETED, NAN, Route, mismatch, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from isolated import in_the_interpreter, run
+from isolated import capture_first_call, in_the_interpreter
 from torch.func import vmap
 
 from minikernel import BackendError, TopK, explain, softmax_topk
@@ -244,27 +244,15 @@ def test_captured_in_a_graph(backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda-fused", "triton-fused"])
 def test_the_first_call_of_a_process_is_captured_or_says_to_warm_up(backend):
-    output = run(f"""
-import torch, minikernel
-x = torch.randn(4, 128_256, device="cuda")
-graph = torch.cuda.CUDAGraph()
-try:
-    with torch.cuda.graph(graph):
-        p, i = minikernel.softmax_topk(x, 8, backend={backend!r})
-except Exception as error:
-    assert "warm" in str(error) or "warm" in str(error.__context__), repr(error)
-    torch.cuda.synchronize()
-    p, i = minikernel.softmax_topk(x, 8, backend={backend!r})
-else:
-    x.copy_(torch.randn(4, 128_256))
-    graph.replay()
-torch.cuda.synchronize()
+    capture_first_call(
+        setup='x = torch.randn(4, 128_256, device="cuda")',
+        call=f"minikernel.softmax_topk(x, 8, backend={backend!r})",
+        check="""
 right = torch.topk(torch.softmax(x.double(), -1), 8)
-assert torch.equal(i, right.indices)
-assert (p - right.values).abs().max() < 1e-6
-print("right")
-""")
-    assert output.split()[-1] == "right"
+assert torch.equal(found.indices, right.indices)
+assert (found.probabilities - right.values).abs().max() < 1e-6
+""",
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

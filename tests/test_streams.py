@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import GPU_BACKENDS, KINDS, OPS, Route, mismatch, randn, reference
-from isolated import run
+from isolated import capture_first_call, run
 
 import minikernel
 from minikernel import softmax
@@ -172,27 +172,14 @@ def test_a_captured_call_replays_with_new_values(gpu):
 @ON_GPU
 @pytest.mark.parametrize("backend", ["auto", "triton-fused"])
 def test_the_first_call_of_a_process_is_captured_or_says_to_warm_up(backend):
-    output = run(f"""
-import torch, minikernel
-x = torch.randn(64, 600, device="cuda")
-graph = torch.cuda.CUDAGraph()
-try:
-    with torch.cuda.graph(graph):
-        y = minikernel.softmax(x, backend={backend!r})
-except Exception as error:
-    assert "warm" in str(error) or "warm" in str(error.__context__), repr(error)
-    torch.cuda.synchronize()
-    y = minikernel.softmax(x, backend={backend!r})
-    print("refused")
-else:
-    x.copy_(torch.randn(64, 600))
-    graph.replay()
-    print("captured")
-torch.cuda.synchronize()
-assert (y.double() - torch.softmax(x.double(), -1)).abs().max() < 1e-6
+    capture_first_call(
+        setup='x = torch.randn(64, 600, device="cuda")',
+        call=f"minikernel.softmax(x, backend={backend!r})",
+        check="""
+assert (found.double() - torch.softmax(x.double(), -1)).abs().max() < 1e-6
 assert minikernel.explain(x).backend in ("cuda-fused", "triton-fused"), minikernel.explain(x)
-""")
-    assert output.split()[-1] in ("captured", "refused")
+""",
+    )
 
 
 # Threads

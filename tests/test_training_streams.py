@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import randn
-from isolated import run
+from isolated import capture_first_call, run
 
 import minikernel
 from minikernel import softmax
@@ -83,33 +83,19 @@ def test_a_captured_training_step_replays_with_new_values(backend):
 
 @pytest.mark.parametrize("scores", ["", "mask=mask, scale=1.0,"])
 def test_the_first_step_of_a_process_is_captured_or_says_to_warm_up(backend, scores):
-    output = run(f"""
-import torch, minikernel
+    capture_first_call(
+        setup="""
 x = torch.randn(64, 600, device="cuda", requires_grad=True)
 dy = torch.randn(64, 600, device="cuda")
 mask = torch.ones(600, dtype=torch.bool, device="cuda")
-graph = torch.cuda.CUDAGraph()
-def step():
-    return torch.autograd.grad(minikernel.softmax(x, {scores} backend={backend!r}), x, dy)[0]
-try:
-    with torch.cuda.graph(graph):
-        dx = step()
-except Exception as error:
-    assert "warm" in str(error) or "warm" in str(error.__context__), repr(error)
-    torch.cuda.synchronize()
-    dx = step()
-    print("refused")
-else:
-    with torch.no_grad():
-        x.copy_(torch.randn(64, 600))
-    graph.replay()
-    print("captured")
-torch.cuda.synchronize()
+""",
+        call=f"torch.autograd.grad(minikernel.softmax(x, {scores} backend={backend!r}), x, dy)[0]",
+        check="""
 wide = x.detach().double().requires_grad_()
 (right,) = torch.autograd.grad(torch.softmax(wide, -1), wide, dy.double())
-assert (dx.double() - right).abs().max() < 1e-6
-""")
-    assert output.split()[-1] in ("captured", "refused")
+assert (found.double() - right).abs().max() < 1e-6
+""",
+    )
 
 
 def test_a_captured_step_with_scores_replays_with_a_new_mask(backend):

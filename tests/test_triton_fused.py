@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -196,16 +197,10 @@ def test_every_plan_covers_its_problem(dtype: str, device: driver.Device) -> Non
 
 def test_columns_are_counted_in_vectors_only_where_they_are_neighbors() -> None:
     """What isn't cut at the row's last element is cut at a multiple of the vector."""
-    for op in ("softmax", "softmax_backward"):
-        for inner in range(1, 25):
-            for cols in (33, 1025, 2049, 4097, 20001):
-                given = problem(64, cols, inner, op=op)
-                chosen = plan(given, H200)
-                assert not chosen.long or chosen.within or chosen.peel or cols % chosen.vector == 0, (
-                    op,
-                    cols,
-                    inner,
-                )
+    for op, inner, cols in product(("softmax", "softmax_backward"), range(1, 25), (33, 1025, 2049, 4097, 20001)):
+        chosen = plan(problem(64, cols, inner, op=op), H200)
+        in_vectors = chosen.long and not (chosen.within or chosen.peel)
+        assert not in_vectors or cols % chosen.vector == 0, (op, cols, inner)
 
 
 def test_grids_stay_within_cuda_limits() -> None:
@@ -511,10 +506,8 @@ def test_interpreted_clusters(dtype: str, op: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_interpreted_rows_in_pieces(dtype: str, op: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minikernel.backends import triton_kernels
-
-    if packed:  # what the interpreter can't run keeps a compiler from remembering, no more
-        monkeypatch.setattr(triton_kernels, "forget", lambda values, zero, PACKED: values)
+    if packed:
+        remember(monkeypatch)
     layout = {"rows": 1, "blocks": 3, "cols": 64, "tiles": 3, "pieces": 4, "warps": 4, "packed": packed}
     for cols in (515, 600, 767 - 8):
         for offset in (0, 3):
@@ -529,6 +522,13 @@ def test_interpreted_rows_in_pieces(dtype: str, op: str, packed: bool, monkeypat
             scale = 1 if op == "softmax" else 2 * (1 + np.abs(expected[finite]).max())
             error = np.abs(found.astype(np.float64)[finite] - expected[finite]).max()
             assert error <= TOLERANCE[dtype] * scale, (cols, offset)
+
+
+def remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do without ``forget``: what the interpreter can't run keeps a compiler from remembering, no more."""
+    from minikernel.backends import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "forget", lambda values, zero, PACKED: values)
 
 
 def pretend_cluster(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
@@ -708,9 +708,9 @@ FEATURES = {
     "causal": {"causal": True},
     "all": {"scale": -2.5, "mask": True, "causal": True},
 }
-#: Rows in tiles, in a program's pieces, in a cluster's and in parts of two launches.
 #: test_scores.py has float32, and on a GPU all of them.
 FEATURE_DTYPES = ("bfloat16",)
+#: Rows in tiles, in a program's pieces, in a cluster's and in parts of two launches.
 FEATURE_ROUTES: dict[str, dict[str, object]] = {
     **ROUTES,
     "pieces": {"rows": 1, "tiles": 3, "pieces": 2, "warps": 2},
@@ -763,12 +763,7 @@ def check_values(found: np.ndarray, expected: np.ndarray, dtype: str, op: str, c
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", FEATURE_DTYPES)
 def test_interpreted_features(dtype: str, feature: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minikernel.backends import triton_kernels
-
-    if route == "packed" and dtype in ("float32", "float64"):
-        pytest.skip("only half types are packed")
-
-    monkeypatch.setattr(triton_kernels, "forget", lambda values, zero, PACKED: values)
+    remember(monkeypatch)
     for op, x, given, kept in feature_cases(feature, dtype, route):
         expected = reference(x, op, scale=given.get("scale", 1), kept=kept)
         dropped = np.resize(np.array([np.nan, np.inf, -np.inf, 3]), x.shape)
@@ -783,12 +778,7 @@ def test_interpreted_features(dtype: str, feature: str, route: str, monkeypatch:
 def test_interpreted_gradients_with_features(
     dtype: str, feature: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from minikernel.backends import triton_kernels
-
-    if route == "packed" and dtype in ("float32", "float64"):
-        pytest.skip("only half types are packed")
-
-    monkeypatch.setattr(triton_kernels, "forget", lambda values, zero, PACKED: values)
+    remember(monkeypatch)
     for op, x, given, kept in feature_cases(feature, dtype, route):
         scale = given.get("scale", 1)
         y = reference(x, op, scale=scale, kept=kept).astype(x.dtype)
