@@ -80,7 +80,7 @@ def take_figures(bench: Bench, results: Results, deadline: float, absent: dict[s
                 results.add_figure(figure)
         except Exception as error:
             absent[name] = one_line(error)
-    for op, grid in (*((op, "gradients") for op in BACKWARD.values()), (TOPK, "topk")):
+    for op, grid in (dict.fromkeys(BACKWARD.values(), "gradients") | {TOPK: "topk"}).items():
         for record in records_of(op, grid, bench, deadline):
             results.add(record)
     try:

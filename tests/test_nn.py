@@ -131,6 +131,7 @@ def test_modules():
     x = randn(3, 4, 5)
     for dim in (0, 1, -1):
         torch.testing.assert_close(minikernel.nn.Softmax(dim)(x), torch.nn.Softmax(dim)(x))
+        torch.testing.assert_close(minikernel.nn.Softmax(dim)(input=x), torch.nn.Softmax(dim)(input=x))
         torch.testing.assert_close(minikernel.nn.LogSoftmax(dim)(x), torch.nn.LogSoftmax(dim)(x))
     module = minikernel.nn.Softmax(1, backend="numpy", dtype=torch.float64)
     assert module(x).dtype == torch.float64

@@ -355,6 +355,7 @@ def test_the_teaching_rungs_decline():
     [
         ({"scale": 0}, ValueError, "magnitude of scale"),
         ({"scale": INF}, ValueError, "magnitude of scale"),
+        ({"scale": 10**400}, ValueError, "magnitude of scale"),
         ({"scale": 1e-39}, ValueError, "magnitude of scale"),
         ({"scale": -1e39}, ValueError, "magnitude of scale"),
         ({"scale": NAN}, ValueError, "magnitude of scale"),
